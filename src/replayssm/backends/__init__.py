@@ -1,0 +1,92 @@
+"""Which code runs a step. Every choice can be asked for by name, and :func:`explain` says why.
+
+A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``; optional packages are imported only
+when it is asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from replayssm.layer import LayerState
+
+
+class Backend(Protocol):
+    """What ``ops`` calls; arguments are already checked."""
+
+    @staticmethod
+    def verify(
+        layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
+    ) -> None: ...
+
+    @staticmethod
+    def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None: ...
+
+    @staticmethod
+    def refuses(layer: LayerState) -> str | None: ...
+
+
+# In order of preference.
+_MODULES = {
+    "cpu": "replayssm.backends.cpu",
+    "torch": "replayssm.backends.torch",
+    "sequential": "replayssm.backends.sequential",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Outcome of a choice: the backend's name and, for every other one, why it was not taken."""
+
+    name: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join([f"backend: {self.name}"] + [f"  {name}: {why}" for name, why in self.reasons.items()])
+
+
+def names() -> list[str]:
+    """Valid values of ``backend=``, beside ``"auto"``."""
+    return list(_MODULES)
+
+
+def load(name: str) -> Backend:
+    """The backend module; raises ValueError with the valid names if there is none."""
+    if name not in _MODULES:
+        raise ValueError(f"unknown backend {name!r}; valid: auto, {', '.join(_MODULES)}")
+    return cast(Backend, importlib.import_module(_MODULES[name]))
+
+
+def explain(layer: LayerState, backend: str = "auto") -> Choice:
+    """Which backend ``backend`` means for this layer, and why not the others. Raises ValueError where a named backend
+    cannot serve the layer."""
+    if backend != "auto":
+        why = load(backend).refuses(layer)
+        if why is not None:
+            raise ValueError(f"backend {backend!r} cannot serve this layer: {why}")
+        return Choice(backend, {name: f"{backend} was asked for" for name in _MODULES if name != backend})
+    reasons: dict[str, str] = {}
+    chosen = ""
+    for name in _MODULES:
+        why = load(name).refuses(layer)
+        if why is None and not chosen:
+            chosen = name
+        else:
+            reasons[name] = why or f"{chosen} comes first in the order of preference"
+    return Choice(chosen, reasons)
+
+
+def choose(backend: str, layer: LayerState) -> Backend:
+    """The backend to call for this layer."""
+    if backend != "auto":
+        explain(layer, backend)
+        return load(backend)
+    for name in _MODULES:
+        module = load(name)
+        if module.refuses(layer) is None:
+            return module
+    raise AssertionError("unreachable: the torch backend serves every layer")

@@ -1,0 +1,132 @@
+"""The contract of every public op: shapes, dtypes, devices, slots. All of the ops' user-facing errors are raised here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replayssm.layer import FLOATS, LayerState
+
+
+def _shape(op: str, name: str, x: Tensor, want: dict[str, int], pool: bool = True) -> None:
+    """Checks ``x`` against named dimensions in order; -1 takes anything."""
+    letters = ", ".join(want)
+    if x.dim() != len(want):
+        raise ValueError(f"{op}: {name} must be [{letters}]; got {name}.shape={tuple(x.shape)}")
+    for (letter, size), got in zip(want.items(), x.shape, strict=True):
+        if size not in (-1, got):
+            where = "the pool was built with" if letter in ("H", "HV", "K", "V") else "the call has"
+            raise ValueError(
+                f"{op}: {name} has {got} where {where} {letter}={size} ({name}: [{letters}]); "
+                f"got {name}.shape={tuple(x.shape)}"
+            )
+
+
+def _float(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        valid = ", ".join(str(t).removeprefix("torch.") for t in FLOATS)
+        raise TypeError(f"{op}: {name} must be one of {valid}; got {x.dtype}")
+
+
+def _device(op: str, name: str, x: Tensor, layer: LayerState) -> None:
+    if x.device != layer.ckpt.device:
+        raise ValueError(f"{op}: {name} is on {x.device}, the pool on {layer.ckpt.device}")
+
+
+def check_slots(op: str, slots: Tensor, N: int, device: torch.device) -> None:
+    """``slots`` must be int32 ``[B]`` on ``device``. On the CPU, where reading them costs no synchronisation, also that
+    they are below ``N`` and no real slot comes twice."""
+    if slots.dim() != 1 or slots.dtype != torch.int32:
+        raise TypeError(f"{op}: slots must be int32 [B]; got {slots.dtype} of shape {tuple(slots.shape)}")
+    if slots.device != device:
+        raise ValueError(f"{op}: slots is on {slots.device}, the pool on {device}")
+    if slots.device.type != "cpu" or slots.numel() == 0:
+        return
+    live = slots[slots >= 0]
+    if live.numel() and int(live.max()) >= N:
+        raise ValueError(f"{op}: slot {int(live.max())} is out of range; the pool has N={N} slots, 0 to {N - 1}")
+    if live.unique().numel() != live.numel():
+        values, times = live.unique(return_counts=True)
+        raise ValueError(f"{op}: slot {int(values[times > 1][0])} comes more than once in one call")
+
+
+def check_verify(
+    op: str, layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, room: int
+) -> None:
+    """Inputs of ``verify``; ``room``: the most new tokens this call may append."""
+    H, HV, K, V = layer.H, layer.HV, layer.K, layer.V
+    check_slots(op, slots, layer.ring.N, layer.ckpt.device)
+    _shape(op, "q", q, {"B": slots.numel(), "T": -1, "H": H, "K": K})
+    B, T = q.shape[:2]
+    _shape(op, "k", k, {"B": B, "T": T, "H": H, "K": K})
+    _shape(op, "v", v, {"B": B, "T": T, "HV": HV, "V": V})
+    _shape(op, "w", w, {"B": B, "T": T, "HV": HV})
+    channel = {"K": K} if layer.recurrence.channel else {}
+    _shape(op, "g", g, {"B": B, "T": T, "HV": HV} | channel)
+    for name, x in (("q", q), ("k", k), ("v", v), ("w", w), ("g", g)):
+        _float(op, name, x)
+        _device(op, name, x, layer)
+    if T > room:
+        raise ValueError(
+            f"{op}: T={T} new tokens, but the ring (R={layer.ring.R}, window={layer.ring.window}) has room for {room} "
+            "in this call; build the pool with a larger window, or fold these slots first and pass folded=True"
+        )
+
+
+def check_out(op: str, out: Tensor, v: Tensor) -> None:
+    """A caller's output buffer must look like ``v``."""
+    if out.shape != v.shape or out.dtype != v.dtype or out.device != v.device:
+        raise ValueError(
+            f"{op}: out must be like v, {v.dtype} {tuple(v.shape)} on {v.device}; got {out.dtype} {tuple(out.shape)} on "
+            f"{out.device}"
+        )
+
+
+def check_state(op: str, layer: LayerState, state: Tensor, slots: Tensor) -> None:
+    """A state to seed: ``[B, HV, V, K]``."""
+    check_slots(op, slots, layer.ring.N, layer.ckpt.device)
+    _shape(op, "state", state, {"B": slots.numel(), "HV": layer.HV, "V": layer.V, "K": layer.K})
+    _float(op, "state", state)
+    _device(op, "state", state, layer)
+
+
+def check_rows(op: str, layers: Sequence[LayerState], slots: Tensor, n: Tensor | int) -> None:
+    """A number of committed rows a slot, ``n``: one int or int32/int64 ``[B]``. Range is checked on the CPU only."""
+    if not layers:
+        raise ValueError(f"{op}: no layers")
+    ring = layers[0].ring
+    if any(layer.ring is not ring for layer in layers):
+        raise ValueError(f"{op}: the layers do not share one pair of cursors; they belong to different pools")
+    check_slots(op, slots, ring.N, ring.head.device)
+    if isinstance(n, Tensor) and (n.shape != slots.shape or n.dtype not in (torch.int32, torch.int64)):
+        raise TypeError(
+            f"{op}: n must be an int or integers of shape {tuple(slots.shape)}; got {n.dtype} {tuple(n.shape)}"
+        )
+    if slots.device.type == "cpu" and slots.numel():
+        _, count = ring.at(slots)
+        rows = torch.as_tensor(n).expand(slots.shape)
+        bad = ((rows < 0) | (rows > count)) & (slots >= 0)
+        if bool(bad.any()):
+            i = int(bad.nonzero()[0])
+            raise ValueError(
+                f"{op}: {int(rows[i])} rows of slot {int(slots[i])}, which has {int(count[i])} committed rows in its ring"
+            )
+
+
+def check_accepted(slots: Tensor, accepted: Tensor | int, window: int) -> None:
+    """``accepted`` a slot: 0 .. the ring's room, one int or integers ``[B]``. Range is checked on the CPU only."""
+    if isinstance(accepted, Tensor):
+        if accepted.shape != slots.shape or accepted.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"commit: accepted must be an int or integers of shape {tuple(slots.shape)}; got {accepted.dtype} "
+                f"{tuple(accepted.shape)}"
+            )
+        if accepted.device.type != "cpu" or accepted.numel() == 0:
+            return
+        low, high = int(accepted.min()), int(accepted.max())
+    else:
+        low = high = accepted
+    if low < 0 or high > window:
+        raise ValueError(f"commit: accepted must be in 0 .. {window}; got {low if low < 0 else high}")

@@ -1,0 +1,110 @@
+"""What one recurrent layer keeps: the specification of its shapes, and the views that a step works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm.recurrence import Recurrence
+from replayssm.ring import Ring
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shapes and dtypes of one layer.
+
+    H key heads serve HV value heads, HV / H consecutive ones each; the state of a value head is ``[V, K]``.
+    state_dtype: of the checkpoint. input_dtype: in which ring rows keep the layer's inputs; ``k`` always, ``d`` only
+    without erase, where it is the input ``v`` itself. With erase ``d`` is computed, and rounding it would feed back
+    through every later fold, so it stays at float32 or wider. ``w`` and ``g`` always are.
+    """
+
+    recurrence: Recurrence
+    H: int
+    HV: int
+    K: int
+    V: int
+    state_dtype: torch.dtype = torch.float32
+    input_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if min(self.H, self.HV, self.K, self.V) < 1 or self.HV % self.H:
+            raise ValueError(
+                f"LayerSpec: need H, HV, K, V >= 1 and HV a multiple of H; got H={self.H}, HV={self.HV}, K={self.K}, "
+                f"V={self.V}"
+            )
+        for name in ("state_dtype", "input_dtype"):
+            if getattr(self, name) not in FLOATS:
+                valid = ", ".join(str(t).removeprefix("torch.") for t in FLOATS)
+                raise ValueError(f"LayerSpec: {name} must be one of {valid}; got {getattr(self, name)}")
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of everything that must not be rounded: float32, or float64 where inputs or state are."""
+        return torch.float64 if torch.float64 in (self.state_dtype, self.input_dtype) else torch.float32
+
+    def build(self, ring: Ring) -> LayerState:
+        """Allocates the layer's memory for all slots of ``ring``: a zero checkpoint and empty rings."""
+        N, R, device, wide = ring.N, ring.R, ring.head.device, self.wide_dtype
+        gate = (N, self.HV, R, self.K) if self.recurrence.channel else (N, self.HV, R)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return LayerState(
+            recurrence=self.recurrence,
+            ring=ring,
+            ckpt=zeros(N, self.HV, self.V, self.K, dtype=self.state_dtype),
+            k=zeros(N, self.H, R, self.K, dtype=self.input_dtype),
+            d=zeros(N, self.HV, R, self.V, dtype=wide if self.recurrence.erase else self.input_dtype),
+            w=zeros(N, self.HV, R, dtype=wide),
+            g=zeros(*gate, dtype=wide),
+        )
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Views of one layer's memory, all that an op needs beside its inputs.
+
+    ckpt ``[N, HV, V, K]``; ring rows k ``[N, H, R, K]``, d ``[N, HV, R, V]``, w ``[N, HV, R]``, g ``[N, HV, R]`` or
+    ``[N, HV, R, K]``. Any strides over slots and heads; the last two dimensions of ckpt, k and d are dense.
+    Rows outside the live ones may hold anything, NaN included.
+    """
+
+    recurrence: Recurrence
+    ring: Ring
+    ckpt: Tensor
+    k: Tensor
+    d: Tensor
+    w: Tensor
+    g: Tensor
+
+    @property
+    def H(self) -> int:
+        """Key heads."""
+        return self.k.shape[1]
+
+    @property
+    def HV(self) -> int:
+        """Value heads."""
+        return self.ckpt.shape[1]
+
+    @property
+    def V(self) -> int:
+        """Value dimension of a head."""
+        return self.ckpt.shape[2]
+
+    @property
+    def K(self) -> int:
+        """Key dimension of a head."""
+        return self.ckpt.shape[3]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that belongs to a slot, slot-major: what copy, reset, export and nbytes go over."""
+        return {"ckpt": self.ckpt, "k": self.k, "d": self.d, "w": self.w, "g": self.g}

@@ -1,0 +1,172 @@
+"""State memory of all recurrent layers of a model, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm import ops
+from replayssm.conv import ConvWindow, columns
+from replayssm.layer import LayerSpec, LayerState
+from replayssm.ring import Ring
+
+
+class StatePool:
+    """Checkpoints, rings, convolution windows and one pair of cursors for ``N`` slots, a slot for each sequence.
+
+    fold_every: a row's checkpoint is written once in this many one-token steps; 1 writes it every step (the plain
+    recurrence). window: the most new tokens a step appends. R, the physical ring rows, follows from both, rounded up
+    where that makes the convolution windows smaller; ``width`` is the taps of the model's convolutions.
+    Memory is allocated by :meth:`add_layer` and :meth:`add_conv`, never later.
+    """
+
+    def __init__(
+        self,
+        N: int,
+        *,
+        fold_every: int = 16,
+        window: int = 1,
+        width: int = 4,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+    ) -> None:
+        if fold_every < 1:
+            raise ValueError(f"StatePool: fold_every must be at least 1; got {fold_every}")
+        if backend == "sequential":
+            fold_every = 1
+        self.ring = Ring.build(N, _rows(fold_every, window, width), window, fold_every - 1, device)
+        self.backend = backend
+        self.layers: list[LayerState] = []
+        self.convs: list[ConvWindow] = []
+        self._free = list(range(N - 1, -1, -1))
+
+    def add_layer(self, spec: LayerSpec) -> LayerState:
+        """Allocates one recurrent layer's memory for all slots."""
+        self.layers.append(spec.build(self.ring))
+        return self.layers[-1]
+
+    def add_conv(self, channels: int, width: int = 4, dtype: torch.dtype = torch.float32) -> ConvWindow:
+        """Allocates one convolution window for all slots."""
+        self.convs.append(ConvWindow.build(self.ring, channels, width, dtype))
+        return self.convs[-1]
+
+    @property
+    def N(self) -> int:
+        """Number of slots."""
+        return self.ring.N
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that :meth:`alloc` can still give out."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Every byte the pool holds: checkpoints, rings, windows, cursors."""
+        return sum(x.numel() * x.element_size() for x in [*self._slot_tensors(), self.ring.head, self.ring.count])
+
+    @property
+    def nbytes_a_slot(self) -> int:
+        """Bytes that one sequence takes."""
+        return sum(x[0].numel() * x.element_size() for x in self._slot_tensors()) + 8
+
+    def alloc(self, n: int = 1) -> Tensor:
+        """``n`` slots, reset, as int32 ``[n]``; raises RuntimeError, taking none, if fewer are free."""
+        if n < 0:
+            raise ValueError(f"alloc: n must not be negative; got {n}")
+        if n > len(self._free):
+            raise RuntimeError(
+                f"alloc: the state pool is full: {n} slots asked for, {len(self._free)} of {self.N} free; free finished "
+                "sequences or build a larger pool"
+            )
+        slots = self._tensor([self._free.pop() for _ in range(n)])
+        self.reset(slots)
+        return slots
+
+    def free(self, slots: Tensor | Sequence[int]) -> None:
+        """Gives slots back. Raises ValueError, freeing none, if one is not allocated."""
+        ids = slots.tolist() if isinstance(slots, Tensor) else list(slots)
+        for slot in ids:
+            if not 0 <= slot < self.N or slot in self._free or ids.count(slot) > 1:
+                raise ValueError(
+                    f"free: slot {slot} is not allocated (N={self.N}, {len(self._free)} free), or is given twice"
+                )
+        self._free.extend(reversed(ids))
+
+    def reset(self, slots: Tensor) -> None:
+        """``slots`` start anew, with zero states and windows."""
+        if self.layers:
+            ops.reset(self.layers, slots)
+        for conv in self.convs:
+            conv.x[slots.long()] = 0
+        self.ring.reset(slots)
+
+    def copy(self, src: Tensor, dst: Tensor) -> None:
+        """``dst`` slots become copies of ``src`` slots (int32 ``[B]``): a fork of a sequence, or a beam's reorder."""
+        ops.copy(self.layers, src, dst)
+        for conv in self.convs:
+            conv.x[dst.long()] = conv.x[src.long()]
+
+    def commit(self, slots: Tensor, accepted: Tensor | int) -> None:
+        """Ends a step; see :func:`replayssm.ops.commit`."""
+        ops.commit(self.ring, slots, accepted)
+
+    def fold(self, slots: Tensor, n: Tensor | int | None = None) -> None:
+        """Checkpoints absorb committed rows; see :func:`replayssm.ops.fold`."""
+        ops.fold(self.layers, slots, n, self.backend)
+
+    def rewind(self, slots: Tensor, n: Tensor | int) -> None:
+        """Takes committed tokens back; see :func:`replayssm.ops.rewind`. The convolution window goes back at most
+        ``C - (W - 1)`` tokens."""
+        ops.rewind(self.layers, slots, n)
+
+    def export(self, slot: int) -> dict[str, Any]:
+        """A copy of one slot's memory, on the CPU: what :meth:`import_` takes, in any pool of the same geometry."""
+        at = self._tensor([slot])
+        ops.rewind(self.layers, at, 0)  # checks the slot
+        return {
+            "R": self.ring.R,
+            "cursors": (int(self.ring.head[slot]), int(self.ring.count[slot])),
+            "tensors": [x[slot].cpu().clone() for x in self._slot_tensors()],
+        }
+
+    def import_(self, slot: int, saved: dict[str, Any]) -> None:
+        """Puts an exported slot into ``slot``. Raises ValueError where the geometry differs."""
+        tensors = self._slot_tensors()
+        mine = [(x.shape[1:], x.dtype) for x in tensors]
+        theirs = [(x.shape, x.dtype) for x in saved["tensors"]]
+        if saved["R"] != self.ring.R or mine != theirs:
+            raise ValueError(
+                f"import_: the slot comes from a pool of another geometry (R={saved['R']} with {len(theirs)} tensors; "
+                f"this pool has R={self.ring.R} with {len(mine)})"
+            )
+        at = self._tensor([slot])
+        ops.rewind(self.layers, at, 0)
+        for x, y in zip(tensors, saved["tensors"], strict=True):
+            x[slot] = y.to(x.device)
+        head, count = saved["cursors"]
+        self.ring.put(at, self._tensor([head]), self._tensor([count]))
+
+    def check(self) -> None:
+        """Raises AssertionError if a cursor is out of its invariant, ``0 <= head < R``, ``0 <= count <= R - window``."""
+        head, count = self.ring.head[:-1], self.ring.count[:-1]
+        bad = (head < 0) | (head >= self.ring.R) | (count < 0) | (count > self.ring.R - self.ring.window)
+        if bool(bad.any()):
+            slot = int(bad.nonzero()[0])
+            raise AssertionError(f"slot {slot}: head={int(head[slot])}, count={int(count[slot])}, R={self.ring.R}")
+
+    def _slot_tensors(self) -> list[Tensor]:
+        return [x for layer in self.layers for x in layer.tensors.values()] + [conv.x for conv in self.convs]
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int32, device=self.ring.head.device)
+
+
+def _rows(fold_every: int, window: int, width: int) -> int:
+    """Ring rows: at least ``fold_every - 1 + 2 * window``, and a count with a divisor that suits the convolution (one
+    of its columns weighs about as much as a ring row)."""
+    least = max(fold_every - 1 + 2 * window, width - 1 + window)
+    return min(range(least, least + width + window), key=lambda R: R + columns(R, width, window))
