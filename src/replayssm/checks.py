@@ -1,4 +1,4 @@
-"""The contract of every public op: shapes, dtypes, devices, slots. All of the ops' user-facing errors are raised here."""
+"""The contract of every public op: shapes, dtypes, devices, slots. All the ops' user-facing errors are raised here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.layer import FLOATS, LayerState
+from replayssm.ring import Ring
 
 
 def _shape(op: str, name: str, x: Tensor, want: dict[str, int], pool: bool = True) -> None:
@@ -35,27 +36,44 @@ def _device(op: str, name: str, x: Tensor, layer: LayerState) -> None:
         raise ValueError(f"{op}: {name} is on {x.device}, the pool on {layer.ckpt.device}")
 
 
-def check_slots(op: str, slots: Tensor, N: int, device: torch.device) -> None:
+def check_slots(
+    op: str, slots: Tensor, N: int, device: torch.device, name: str = "slots", repeat: bool = False
+) -> None:
     """``slots`` must be int32 ``[B]`` on ``device``. On the CPU, where reading them costs no synchronisation, also that
-    they are below ``N`` and no real slot comes twice."""
+    they are below ``N`` and, unless they may ``repeat``, that no real slot comes twice."""
     if slots.dim() != 1 or slots.dtype != torch.int32:
-        raise TypeError(f"{op}: slots must be int32 [B]; got {slots.dtype} of shape {tuple(slots.shape)}")
+        raise TypeError(f"{op}: {name} must be int32 [B]; got {slots.dtype} of shape {tuple(slots.shape)}")
     if slots.device != device:
-        raise ValueError(f"{op}: slots is on {slots.device}, the pool on {device}")
+        raise ValueError(f"{op}: {name} is on {slots.device}, the pool on {device}")
     if slots.device.type != "cpu" or slots.numel() == 0:
         return
     live = slots[slots >= 0]
     if live.numel() and int(live.max()) >= N:
         raise ValueError(f"{op}: slot {int(live.max())} is out of range; the pool has N={N} slots, 0 to {N - 1}")
-    if live.unique().numel() != live.numel():
+    if not repeat and live.unique().numel() != live.numel():
         values, times = live.unique(return_counts=True)
         raise ValueError(f"{op}: slot {int(values[times > 1][0])} comes more than once in one call")
 
 
+def check_sources(op: str, src: Tensor, dst: Tensor, N: int) -> None:
+    """``src`` of a copy to ``dst``: as many slots, where one may come more than once."""
+    check_slots(op, src, N, dst.device, "src", repeat=True)
+    if src.shape != dst.shape:
+        raise ValueError(f"{op}: src must be as many slots as dst; got {src.numel()} and {dst.numel()}")
+
+
 def check_verify(
-    op: str, layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, room: int
+    op: str,
+    layer: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    g: Tensor,
+    slots: Tensor,
+    folded: bool = False,
 ) -> None:
-    """Inputs of ``verify``; ``room``: the most new tokens this call may append."""
+    """Inputs of ``verify``. That the rings are empty where ``folded`` says so is checked on the CPU only."""
     H, HV, K, V = layer.H, layer.HV, layer.K, layer.V
     check_slots(op, slots, layer.ring.N, layer.ckpt.device)
     _shape(op, "q", q, {"B": slots.numel(), "T": -1, "H": H, "K": K})
@@ -68,19 +86,23 @@ def check_verify(
     for name, x in (("q", q), ("k", k), ("v", v), ("w", w), ("g", g)):
         _float(op, name, x)
         _device(op, name, x, layer)
-    if T > room:
+    ring = layer.ring
+    room = ring.R - ring.window if folded else ring.window
+    if room < T:
         raise ValueError(
-            f"{op}: T={T} new tokens, but the ring (R={layer.ring.R}, window={layer.ring.window}) has room for {room} "
-            "in this call; build the pool with a larger window, or fold these slots first and pass folded=True"
+            f"{op}: T={T} new tokens, but the ring (R={ring.R}, window={ring.window}) has room for {room} in this "
+            "call; build the pool with a larger window, or fold these slots first and pass folded=True"
         )
+    if folded:
+        _empty(op, ring, slots, "folded=True needs")
 
 
 def check_out(op: str, out: Tensor, v: Tensor) -> None:
     """A caller's output buffer must look like ``v``."""
     if out.shape != v.shape or out.dtype != v.dtype or out.device != v.device:
         raise ValueError(
-            f"{op}: out must be like v, {v.dtype} {tuple(v.shape)} on {v.device}; got {out.dtype} {tuple(out.shape)} on "
-            f"{out.device}"
+            f"{op}: out must be like v, {v.dtype} {tuple(v.shape)} on {v.device}; got {out.dtype} {tuple(out.shape)} "
+            f"on {out.device}"
         )
 
 
@@ -90,6 +112,7 @@ def check_state(op: str, layer: LayerState, state: Tensor, slots: Tensor) -> Non
     _shape(op, "state", state, {"B": slots.numel(), "HV": layer.HV, "V": layer.V, "K": layer.K})
     _float(op, "state", state)
     _device(op, "state", state, layer)
+    _empty(op, layer.ring, slots, "a seed goes to")
 
 
 def check_rows(op: str, layers: Sequence[LayerState], slots: Tensor, n: Tensor | int) -> None:
@@ -100,33 +123,56 @@ def check_rows(op: str, layers: Sequence[LayerState], slots: Tensor, n: Tensor |
     if any(layer.ring is not ring for layer in layers):
         raise ValueError(f"{op}: the layers do not share one pair of cursors; they belong to different pools")
     check_slots(op, slots, ring.N, ring.head.device)
-    if isinstance(n, Tensor) and (n.shape != slots.shape or n.dtype not in (torch.int32, torch.int64)):
-        raise TypeError(
-            f"{op}: n must be an int or integers of shape {tuple(slots.shape)}; got {n.dtype} {tuple(n.shape)}"
-        )
+    _integers(op, "n", n, slots)
     if slots.device.type == "cpu" and slots.numel():
         _, count = ring.at(slots)
-        rows = torch.as_tensor(n).expand(slots.shape)
-        bad = ((rows < 0) | (rows > count)) & (slots >= 0)
+        bad = (torch.as_tensor((n < 0) | (n > count))) & (slots >= 0)
         if bool(bad.any()):
             i = int(bad.nonzero()[0])
+            rows = int(n if isinstance(n, int) else n[i])
             raise ValueError(
-                f"{op}: {int(rows[i])} rows of slot {int(slots[i])}, which has {int(count[i])} committed rows in its ring"
+                f"{op}: {rows} rows of slot {int(slots[i])}, which has {int(count[i])} committed rows in its ring"
             )
 
 
-def check_accepted(slots: Tensor, accepted: Tensor | int, window: int) -> None:
-    """``accepted`` a slot: 0 .. the ring's room, one int or integers ``[B]``. Range is checked on the CPU only."""
-    if isinstance(accepted, Tensor):
-        if accepted.shape != slots.shape or accepted.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"commit: accepted must be an int or integers of shape {tuple(slots.shape)}; got {accepted.dtype} "
-                f"{tuple(accepted.shape)}"
+def check_accepted(ring: Ring, slots: Tensor, accepted: Tensor | int) -> None:
+    """``accepted`` a slot: one int or integers ``[B]``, not negative, and leaving room for the next window. On the
+    CPU checked against the cursors, elsewhere, for an int, against an empty ring."""
+    check_slots("commit", slots, ring.N, ring.head.device)
+    _integers("commit", "accepted", accepted, slots)
+    most = ring.R - ring.window
+    if isinstance(accepted, int) and not 0 <= accepted <= most:
+        raise ValueError(f"commit: accepted must be in 0 .. {most}; got {accepted}")
+    if slots.device.type != "cpu" or slots.numel() == 0:
+        return
+    _, count = ring.at(slots)
+    room = most - torch.where(ring.due(count), 0, count)
+    bad = torch.as_tensor((accepted < 0) | (accepted > room)) & (slots >= 0)
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0])
+        rows = accepted if isinstance(accepted, int) else int(accepted[i])
+        raise ValueError(f"commit: accepted must be in 0 .. {int(room[i])} for slot {int(slots[i])}; got {rows}")
+
+
+def _integers(op: str, name: str, n: Tensor | int, slots: Tensor) -> None:
+    """``n`` must be one int, or integers like ``slots``, on their device."""
+    if isinstance(n, int):
+        return
+    if n.shape != slots.shape or n.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{op}: {name} must be an int or integers of shape {tuple(slots.shape)}; got {n.dtype} {tuple(n.shape)}"
+        )
+    if n.device != slots.device:
+        raise ValueError(f"{op}: {name} is on {n.device}, the pool on {slots.device}")
+
+
+def _empty(op: str, ring: Ring, slots: Tensor, why: str) -> None:
+    """On the CPU: the rings of ``slots`` must be empty."""
+    if slots.device.type == "cpu" and slots.numel():
+        _, count = ring.at(slots)
+        if bool(count.any()):
+            i = int(count.nonzero()[0])
+            raise ValueError(
+                f"{op}: {why} empty rings, but slot {int(slots[i])} has {int(count[i])} committed rows; "
+                "fold or reset it"
             )
-        if accepted.device.type != "cpu" or accepted.numel() == 0:
-            return
-        low, high = int(accepted.min()), int(accepted.max())
-    else:
-        low = high = accepted
-    if low < 0 or high > window:
-        raise ValueError(f"commit: accepted must be in 0 .. {window}; got {low if low < 0 else high}")

@@ -1,9 +1,9 @@
 """The short causal convolution before a recurrent layer, on the same cursors as the ring.
 
 Logical row ``i`` of a slot's window is the convolution's input at that token, at column ``(head + i) % C``. ``C``
-divides ``R``, so that the ring's ``head`` (mod R) is also right mod C, and is at least ``W - 1 + window``: the ``W - 1``
-inputs before the draft rows and the draft rows themselves. A commit, a rollback and a fold move the ring's cursors and,
-with them, the window; no column is ever shifted.
+divides ``R``, so that the ring's ``head`` (mod R) is also right mod C, and is at least ``W - 1 + window``: the
+``W - 1`` inputs before the draft rows and the draft rows themselves. A commit, a rollback and a fold move the ring's
+cursors and, with them, the window; no column is ever shifted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replayssm.ring import Ring
+from replayssm.ring import Ring, without_padding
 
 
 def columns(R: int, width: int, window: int) -> int:
@@ -69,9 +69,10 @@ class ConvWindow:
 
     def _put(self, slots: Tensor, column: Tensor, new: Tensor) -> None:
         """Writes ``new [B, channels, n]`` at ``column [B, n]``. Padding rows repeat the first real row's write."""
-        pad = slots < 0
-        rows = torch.where(pad, (~pad).int().argmax(), torch.arange(slots.numel(), device=slots.device))
-        index, column = slots[rows].clamp(min=0).long()[:, None], column[rows]
+        if slots.numel() == 0:
+            return
+        rows, index, _, alive = without_padding(slots)
+        index, column = index[:, None], column[rows]
         kept = self.x[index, :, column]
-        alive = (slots[rows] >= 0)[:, None, None]
-        self.x[index, :, column] = torch.where(alive, new[rows].transpose(1, 2).to(self.x.dtype), kept)
+        new = new[rows].transpose(1, 2).to(self.x.dtype)
+        self.x[index, :, column] = torch.where(alive[:, None, None], new, kept)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from replayssm import ops
+from replayssm.backends import names
 from replayssm.conv import ConvWindow, columns
 from replayssm.layer import LayerSpec, LayerState
-from replayssm.ring import Ring
+from replayssm.ring import Ring, copy_slots, put_slots
 
 
 class StatePool:
@@ -33,8 +34,12 @@ class StatePool:
         device: torch.device | str = "cpu",
         backend: str = "auto",
     ) -> None:
-        if fold_every < 1:
-            raise ValueError(f"StatePool: fold_every must be at least 1; got {fold_every}")
+        if min(fold_every, window, width) < 1:
+            raise ValueError(
+                f"StatePool: fold_every, window and width must be at least 1; got {fold_every}, {window} and {width}"
+            )
+        if backend != "auto" and backend not in names():
+            raise ValueError(f"StatePool: unknown backend {backend!r}; valid: auto, {', '.join(names())}")
         if backend == "sequential":
             fold_every = 1
         self.ring = Ring.build(N, _rows(fold_every, window, width), window, fold_every - 1, device)
@@ -65,8 +70,10 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Every byte the pool holds: checkpoints, rings, windows, cursors."""
-        return sum(x.numel() * x.element_size() for x in [*self._slot_tensors(), self.ring.head, self.ring.count])
+        """Every byte the pool holds: checkpoints, rings, windows, cursors, backends' scratch."""
+        ring = self.ring
+        tensors = [*self._slot_tensors(), ring.head, ring.count, *ring.scratch.buffers]
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     @property
     def nbytes_a_slot(self) -> int:
@@ -79,8 +86,8 @@ class StatePool:
             raise ValueError(f"alloc: n must not be negative; got {n}")
         if n > len(self._free):
             raise RuntimeError(
-                f"alloc: the state pool is full: {n} slots asked for, {len(self._free)} of {self.N} free; free finished "
-                "sequences or build a larger pool"
+                f"alloc: the state pool is full: {n} slots asked for, {len(self._free)} of {self.N} free; "
+                "free finished sequences or build a larger pool"
             )
         slots = self._tensor([self._free.pop() for _ in range(n)])
         self.reset(slots)
@@ -101,14 +108,13 @@ class StatePool:
         if self.layers:
             ops.reset(self.layers, slots)
         for conv in self.convs:
-            conv.x[slots.long()] = 0
+            put_slots(conv.x, slots, 0)
         self.ring.reset(slots)
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """``dst`` slots become copies of ``src`` slots (int32 ``[B]``): a fork of a sequence, or a beam's reorder."""
         ops.copy(self.layers, src, dst)
-        for conv in self.convs:
-            conv.x[dst.long()] = conv.x[src.long()]
+        copy_slots([conv.x for conv in self.convs], src, dst)
 
     def commit(self, slots: Tensor, accepted: Tensor | int) -> None:
         """Ends a step; see :func:`replayssm.ops.commit`."""
@@ -119,44 +125,61 @@ class StatePool:
         ops.fold(self.layers, slots, n, self.backend)
 
     def rewind(self, slots: Tensor, n: Tensor | int) -> None:
-        """Takes committed tokens back; see :func:`replayssm.ops.rewind`. The convolution window goes back at most
-        ``C - (W - 1)`` tokens."""
+        """Takes committed tokens back; see :func:`replayssm.ops.rewind`. A convolution window goes back at most
+        ``C - (W - 1)`` tokens from the newest draft: the tokens of the last step, and what ``C`` has beyond those."""
+        most = min((conv.x.shape[2] - conv.width + 1 for conv in self.convs), default=self.ring.R)
+        far = n > most
+        if isinstance(far, Tensor):  # looked at where that is free, as all ranges
+            far = far.device.type == "cpu" and far.shape == slots.shape and bool((far & (slots >= 0)).any())
+        if far:
+            raise ValueError(f"rewind: a convolution window keeps the inputs for at most {most} tokens back; got n={n}")
         ops.rewind(self.layers, slots, n)
 
     def export(self, slot: int) -> dict[str, Any]:
         """A copy of one slot's memory, on the CPU: what :meth:`import_` takes, in any pool of the same geometry."""
-        at = self._tensor([slot])
-        ops.rewind(self.layers, at, 0)  # checks the slot
+        self._check_slot("export", slot)
         return {
             "R": self.ring.R,
+            "recurrences": [layer.recurrence.name for layer in self.layers],
             "cursors": (int(self.ring.head[slot]), int(self.ring.count[slot])),
             "tensors": [x[slot].cpu().clone() for x in self._slot_tensors()],
         }
 
     def import_(self, slot: int, saved: dict[str, Any]) -> None:
-        """Puts an exported slot into ``slot``. Raises ValueError where the geometry differs."""
+        """Puts an exported slot into ``slot``. Raises ValueError, changing nothing, where the geometry differs or the
+        committed rows leave no room for this pool's window."""
+        self._check_slot("import_", slot)
         tensors = self._slot_tensors()
         mine = [(x.shape[1:], x.dtype) for x in tensors]
         theirs = [(x.shape, x.dtype) for x in saved["tensors"]]
-        if saved["R"] != self.ring.R or mine != theirs:
+        recurrences = [layer.recurrence.name for layer in self.layers]
+        if saved["R"] != self.ring.R or mine != theirs or saved["recurrences"] != recurrences:
             raise ValueError(
-                f"import_: the slot comes from a pool of another geometry (R={saved['R']} with {len(theirs)} tensors; "
-                f"this pool has R={self.ring.R} with {len(mine)})"
+                f"import_: the slot comes from a pool of another geometry (R={saved['R']} with {len(theirs)} tensors "
+                f"of {', '.join(saved['recurrences'])}; this pool has R={self.ring.R} with {len(mine)} of "
+                f"{', '.join(recurrences)})"
             )
-        at = self._tensor([slot])
-        ops.rewind(self.layers, at, 0)
+        head, count = saved["cursors"]
+        if count > self.ring.R - self.ring.window:
+            raise ValueError(
+                f"import_: the slot's {count} committed rows leave no room in R={self.ring.R} rows for this pool's "
+                f"window={self.ring.window}; fold the slot before its export"
+            )
         for x, y in zip(tensors, saved["tensors"], strict=True):
             x[slot] = y.to(x.device)
-        head, count = saved["cursors"]
-        self.ring.put(at, self._tensor([head]), self._tensor([count]))
+        self.ring.put(self._tensor([slot]), self._tensor([head]), self._tensor([count]))
 
     def check(self) -> None:
-        """Raises AssertionError if a cursor is out of its invariant, ``0 <= head < R``, ``0 <= count <= R - window``."""
+        """Raises AssertionError where a cursor is out of bounds: ``0 <= head < R``, ``0 <= count <= R - window``."""
         head, count = self.ring.head[:-1], self.ring.count[:-1]
         bad = (head < 0) | (head >= self.ring.R) | (count < 0) | (count > self.ring.R - self.ring.window)
         if bool(bad.any()):
             slot = int(bad.nonzero()[0])
             raise AssertionError(f"slot {slot}: head={int(head[slot])}, count={int(count[slot])}, R={self.ring.R}")
+
+    def _check_slot(self, op: str, slot: int) -> None:
+        if not 0 <= slot < self.N:
+            raise ValueError(f"{op}: slot {slot} is out of range; the pool has N={self.N} slots, 0 to {self.N - 1}")
 
     def _slot_tensors(self) -> list[Tensor]:
         return [x for layer in self.layers for x in layer.tensors.values()] + [conv.x for conv in self.convs]

@@ -1,4 +1,4 @@
-"""The one recurrence behind Mamba-2, Gated DeltaNet and Kimi Delta Attention, and the two switches that tell them apart.
+"""The one recurrence behind Mamba-2, Gated DeltaNet and Kimi Delta Attention, and the two switches between them.
 
 Per value head, with state ``S: [V, K]`` and log-decay ``g <= 0``, one token does::
 

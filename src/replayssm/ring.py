@@ -17,10 +17,26 @@ Between the layers of one step the cursors stand still: each layer's ``verify`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+
+class Scratch:
+    """Memory that a backend may use within one call, shared by all layers of a pool.
+
+    It grows at the first call of a size, the warm-up; what a captured graph may still point to is never released."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def take(self, numel: int, device: torch.device) -> Tensor:
+        """At least ``numel`` float32 of undefined content."""
+        if not self.buffers or self.buffers[-1].numel() < numel:
+            self.buffers.append(torch.empty(numel, dtype=torch.float32, device=device))
+        return self.buffers[-1]
 
 
 @dataclass(frozen=True)
@@ -36,11 +52,12 @@ class Ring:
     R: int
     window: int
     limit: int
+    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
 
     @staticmethod
     def build(N: int, R: int, window: int, limit: int | None = None, device: torch.device | str = "cpu") -> Ring:
         """Empty cursors for ``N`` slots; ``limit`` defaults to the latest that is safe, ``R - 2 * window``."""
-        if N < 1 or window < 1 or R < 2 * window:
+        if N < 1 or window < 1 or 2 * window > R:
             raise ValueError(f"Ring: need N >= 1, window >= 1 and R >= 2 * window; got N={N}, R={R}, window={window}")
         latest = R - 2 * window
         limit = latest if limit is None else limit
@@ -53,6 +70,11 @@ class Ring:
     def N(self) -> int:
         """Number of slots."""
         return self.head.numel() - 1
+
+    @property
+    def most(self) -> int:
+        """Most committed rows that a step can find: what kernels must be able to read."""
+        return self.R - self.window
 
     def due(self, count: Tensor) -> Tensor:
         """The fold predicate, for kernels' callers, commit and the reference alike."""
@@ -92,16 +114,47 @@ class Ring:
         self.count[index] = 0
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
-        """Gives ``dst`` the cursors of ``src`` (both ``[B]``, gathered before anything is written)."""
-        self.put(dst, self.head[src.long()], self.count[src.long()])
+        """Gives ``dst`` the cursors of ``src`` (both ``[B]``), as :func:`copy_slots`."""
+        copy_slots([self.head, self.count], src, dst)
 
     def put(self, slots: Tensor, head: Tensor, count: Tensor) -> None:
         """Sets the cursors of ``slots`` (import of a slot)."""
-        index, _ = self._index(slots)
-        self.head[index] = head.to(self.head)
-        self.count[index] = count.to(self.count)
+        index, pad = self._index(slots)
+        self.head[index] = head.masked_fill(pad, 0).to(self.head)
+        self.count[index] = count.masked_fill(pad, 0).to(self.count)
 
     def _index(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Padding goes to the spare last entry, so that it never shares an address with a real slot."""
         pad = slots < 0
         return slots.long().masked_fill(pad, self.N), pad
+
+
+def without_padding(slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lets padding rows repeat the first real row, so that they write what that row writes to the same place.
+
+    Returns rows [B] (which row of the call to compute), the slots of those rows (int64), pad [B], and alive [B]: False
+    only if there is no real row at all, and then nothing may be written. ``slots`` must not be empty."""
+    pad = slots < 0
+    first = (~pad).int().argmax()
+    rows = torch.where(pad, first, torch.arange(slots.numel(), device=slots.device))
+    real = slots[rows]
+    return rows, real.clamp(min=0).long(), pad, real >= 0
+
+
+def put_slots(x: Tensor, slots: Tensor, new: Tensor | int) -> None:
+    """``x[slots] = new`` (``[B, ...]`` or a number) for the real slots, with no synchronisation."""
+    if slots.numel() == 0:
+        return
+    rows, index, _, alive = without_padding(slots)
+    new = new[rows].to(x.dtype) if isinstance(new, Tensor) else torch.as_tensor(new, dtype=x.dtype, device=x.device)
+    x[index] = torch.where(alive.view(-1, *[1] * (x.dim() - 1)), new, x[index])
+
+
+def copy_slots(tensors: Iterable[Tensor], src: Tensor, dst: Tensor) -> None:
+    """``x[dst] = x[src]`` for each tensor, gathered before anything is written; a pair with padding copies nothing."""
+    if dst.numel() == 0:
+        return
+    rows, index, _, alive = without_padding(dst.masked_fill(src < 0, -1))
+    source = torch.where(alive, src[rows].long(), index)  # without a real pair: slot 0 onto itself
+    for x in tensors:
+        x[index] = x[source]

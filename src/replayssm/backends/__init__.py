@@ -33,6 +33,7 @@ class Backend(Protocol):
 # In order of preference.
 _MODULES = {
     "cpu": "replayssm.backends.cpu",
+    "triton": "replayssm.backends.triton",
     "torch": "replayssm.backends.torch",
     "sequential": "replayssm.backends.sequential",
 }

@@ -1,2 +1,135 @@
-def refuses(layer):
-    return "not there yet"
+"""Compiled CPU backend: one pass over the checkpoint a step, on torch's own threads. Needs numba.
+
+The kernel is in cpu_kernels.py. It is bound by reading the checkpoint from memory, so the work here is to keep every
+core at that and nothing else.
+
+Threads: as many as :func:`torch.get_num_threads` says, and, where torch uses an OpenMP with the GNU interface (Linux),
+the very ones that torch's operators run on. numba's own pools would be a second set; with both, each idle worker spins
+for milliseconds where the other set's is to run, which was measured to double a step between two torch operators.
+Results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from replayssm.layer import LayerState
+
+P = [1024, 512, 512, 8192, 1]
+_NAMES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+
+
+def refuses(layer: LayerState) -> str | None:
+    """Why this backend cannot serve the layer: no numba, a pool elsewhere, or float64."""
+    if layer.ckpt.device.type != "cpu":
+        return f"the pool is on {layer.ckpt.device}"
+    for name, x in layer.tensors.items():
+        if x.dtype not in _NAMES:
+            return f"it computes in float32, and the pool's {name} is {str(x.dtype).removeprefix('torch.')}"
+    return _missing()
+
+
+def verify(
+    layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
+) -> None:
+    """See :func:`replayssm.ops.verify`."""
+    inputs = [_float32(q), _float32(k), _float32(v), _float32(w), _float32(g, dense=layer.recurrence.channel)]
+    target = out if out.dtype in _NAMES and out.stride(-1) == 1 else out.new_empty(out.shape, dtype=torch.float32)
+    _run(layer, slots, [*inputs, target], v.shape[1], 0, layer.ring.limit)
+    if target is not out:
+        out.copy_(target)
+
+
+def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
+    """See :func:`replayssm.ops.fold`; the cursors are moved by the caller."""
+    rows = n.long().contiguous()
+    _run(layer, slots, [], 0, rows.data_ptr(), 0)
+
+
+def _run(layer: LayerState, slots: Tensor, inputs: list[Tensor], T: int, rows: int, limit: int) -> None:
+    """Fills in the kernel's arguments and runs it. inputs: q, k, v, w, g, out, or none of them."""
+    kernels = _kernels()
+    ring, slots = layer.ring, slots.contiguous()
+    H, HV, K, V, X = layer.H, layer.HV, layer.K, layer.V, 2 if layer.recurrence.erase else 1
+    threads = torch.get_num_threads()
+    block = _block(V, slots.numel() * HV, threads, kernels.BLOCK)
+    tasks = slots.numel() * HV * -(-V // block)
+    threads = min(threads, tasks)
+    floats = kernels.scratch_floats(T, X, K, ring.R, block)
+    scratch = torch.empty(threads * floats)
+    views = [_view(kernels, x) for x in (layer.ckpt, layer.k, layer.d, layer.w, layer.g, *inputs)]
+    call = kernels.Call(
+        0, 0, tasks, max(1, tasks // (16 * threads)), slots.data_ptr(), ring.head.data_ptr(), ring.count.data_ptr(), rows, limit,
+        T, X, H, HV, K, V, ring.R, int(layer.recurrence.channel), block, scratch.data_ptr(), floats, *P, *views,
+    )  # fmt: skip
+    _launcher()(kernels.worker(), ctypes.addressof(call), threads)
+
+
+def _view(kernels: ModuleType, x: Tensor) -> ctypes.Structure:
+    """A tensor as the kernel sees it: three leading dimensions by stride, what follows dense."""
+    size = x.element_size()
+    s0, s1, *rest = x.stride()
+    return kernels.View(x.data_ptr(), getattr(kernels, _NAMES[x.dtype]), s0 * size, s1 * size, rest[0] * size)
+
+
+def _float32(x: Tensor, dense: bool = True) -> Tensor:
+    """An input that the kernel can load: float64 rounded to float32, a strided last dimension made dense."""
+    x = x if x.dtype in _NAMES else x.float()
+    return x if not dense or x.stride(-1) == 1 else x.contiguous()
+
+
+def _block(V: int, heads: int, threads: int, unit: int) -> int:
+    """State rows a task: all of a head's, or fewer where that leaves less than four tasks a thread to balance. Each
+    task repeats the scores with the ring, so never fewer than 16."""
+    parts = -(-4 * threads // heads)
+    return V if parts < 2 else min(V, max(16, -(-V // (parts * unit)) * unit))
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Why the kernels cannot be imported, if they cannot."""
+    try:
+        _kernels()
+    except ImportError as error:
+        return f"it needs numba (pip install 'replayssm[cpu]'): {error}"
+    return None
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from replayssm.backends import cpu_kernels
+
+    return cpu_kernels
+
+
+@functools.cache
+def _launcher() -> Callable[[int, int, int], None]:
+    """``run(worker, call, threads)``: ``worker(call)`` on that many threads at once, this one included."""
+    try:
+        # Searched from torch's own libraries on, so this is the OpenMP that torch runs on, whatever else is loaded.
+        run = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return _run_threads
+    run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return lambda worker, call, threads: run(worker, call, threads, 0)
+
+
+def _run_threads(worker: int, call: int, threads: int) -> None:
+    """The same with Python's threads; a foreign call lets go of the interpreter lock."""
+    run = ctypes.CFUNCTYPE(None, ctypes.c_int64)(worker)
+    others = [_pool(threads).submit(run, call) for _ in range(threads - 1)]
+    run(call)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "replayssm")

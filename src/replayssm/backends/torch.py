@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from replayssm.layer import LayerState
+from replayssm.ring import without_padding
 
 
 def refuses(layer: LayerState) -> str | None:
@@ -28,7 +29,7 @@ def verify(
     layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
 ) -> None:
     """See :func:`replayssm.ops.verify`."""
-    rows, slots, pad, alive = _without_padding(slots)
+    rows, slots, pad, alive = without_padding(slots)
     head, count = layer.ring.at(slots)
     channel, erase, T = layer.recurrence.channel, layer.recurrence.erase, v.shape[1]
     q, k, v, w, g = (x[rows].to(layer.w.dtype).transpose(1, 2) for x in (q, k, v, w, g))  # [B, heads, T, ..]
@@ -57,7 +58,7 @@ def verify(
 
 def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
     """See :func:`replayssm.ops.fold`; the cursors are moved by the caller."""
-    rows, slots, _, alive = _without_padding(slots)
+    rows, slots, _, alive = without_padding(slots)
     head, _ = layer.ring.at(slots)
     n = n[rows].long()
     S0 = _gather(layer.ckpt, slots).to(layer.w.dtype)
@@ -73,18 +74,6 @@ class _History(NamedTuple):
     w: Tensor
     after: Tensor
     total: Tensor
-
-
-def _without_padding(slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Padding rows repeat the first real row, so that they write what that row writes to the same place.
-
-    Returns rows [B] (which row of the call to compute), the slots of those rows (int64), pad [B], and alive [B]: False
-    only if there is no real row at all, and then nothing may be written."""
-    pad = slots < 0
-    first = (~pad).int().argmax()
-    rows = torch.where(pad, first, torch.arange(slots.numel(), device=slots.device))
-    real = slots[rows]
-    return rows, real.clamp(min=0).long(), pad, real >= 0
 
 
 def _gather(x: Tensor, slots: Tensor) -> Tensor:
@@ -114,7 +103,7 @@ def _history(layer: LayerState, slots: Tensor, head: Tensor, n: Tensor) -> _Hist
 
 
 def _segments(g: Tensor) -> Tensor:
-    """``[B, HV, T, T, ~]``: entry (t, j) sums g over the tokens j+1 .. t; -inf above the diagonal. g ``[B, HV, T, ~]``."""
+    """``[B, HV, T, T, ~]``: entry (t, j) sums g ``[B, HV, T, ~]`` over the tokens j+1 .. t; -inf above the diagonal."""
     T = g.shape[2]
     t = torch.arange(T, device=g.device)
     later = (t[:, None] > t)[..., None]  # (l, j): l comes after j

@@ -1,0 +1,142 @@
+"""GPU backend: two launches a step, see kernel.py. Runs on CPU tensors too, under Triton's interpreter (tests)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from replayssm.backends.triton.config import LaunchConfig, launch_config, plain_config, power_of_2
+from replayssm.layer import LayerState
+
+
+def refuses(layer: LayerState) -> str | None:
+    """Needs Triton, a GPU (or the interpreter), and no float64."""
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed (pip install 'replayssm[gpu]')"
+    if layer.ckpt.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return "the pool is on the CPU, and Triton's interpreter (TRITON_INTERPRET=1) is off"
+    if layer.ckpt.device.type not in ("cpu", "cuda", "xpu"):
+        return f"Triton does not run on {layer.ckpt.device.type}"
+    if torch.float64 in (layer.ckpt.dtype, layer.w.dtype):
+        return "it does not compute in float64"
+    return None
+
+
+def verify(
+    layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
+) -> None:
+    """See :func:`replayssm.ops.verify`."""
+    ring = layer.ring
+    if v.shape[1] == 1 and ring.limit == 0 and ring.window == 1:
+        launch_plain(layer, q, k, v, w, g, slots, out, plain_config(K=layer.K, V=layer.V))
+    else:
+        launch_verify(layer, q, k, v, w, g, slots, out, config(layer, v.shape[1]))
+
+
+def config(layer: LayerState, T: int) -> LaunchConfig:
+    """The launch configuration that :func:`verify` takes for ``T`` new tokens."""
+    device, recurrence = layer.ckpt.device, layer.recurrence
+    return launch_config(
+        erase=recurrence.erase,
+        channel=recurrence.channel,
+        state_bits=layer.ckpt.element_size() * 8,
+        K=layer.K,
+        V=layer.V,
+        T=T,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
+    )
+
+
+def launch_verify(
+    layer: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    g: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    config: LaunchConfig,
+) -> None:
+    """:func:`verify` with an explicit configuration (tuning and tests)."""
+    from replayssm.backends.triton.kernel import prepare_kernel, read_kernel
+
+    B, T = v.shape[:2]
+    H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
+    channel, erase, on_cpu = layer.recurrence.channel, layer.recurrence.erase, v.device.type == "cpu"
+    q, k, v = (_dense(x) for x in (q, k, v))
+    k = k.to(q.dtype)
+    g = _dense(g) if channel else g
+    X, BR = (2 * T if erase else T), power_of_2(layer.ring.most, 16)
+    width = X * BR + 2 if T == 1 else X * (X + BR + T)
+    n_x = B * HV * X * K if channel else 0
+    work_x = layer.ring.scratch.take(n_x + B * HV * width, v.device)
+    work = work_x[n_x:]
+    common = dict(
+        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, UPCAST=on_cpu, PDL=config.pdl,
+        BK=power_of_2(K, 16), BR=BR, WIDTH=width,
+    )  # fmt: skip
+    prepare_kernel[(B * (HV if channel else H),)](
+        q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, work, work_x,
+        *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
+        *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
+        BT=power_of_2(T, 16), BG=1 if channel else power_of_2(HV // H), num_warps=config.prepare_warps, **common,
+    )  # fmt: skip
+    if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
+        x = work_x[:n_x].view(B, HV, X, K).transpose(1, 2)
+        q, k = x[:, :T], x[:, -T:]
+    options = {"launch_pdl": True} if config.pdl else {}
+    read_kernel[(B * HV * -(-V // config.BV),)](
+        q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        *(s for x in layer.tensors.values() for s in x.stride()[:2]),
+        V=V, LIMIT=layer.ring.limit, DOT=config.dot, BV=config.BV, BF=config.BF, BX=power_of_2(X, 16),
+        ROWS_FIRST=config.rows_first, num_warps=config.num_warps, **options, **common,
+    )  # fmt: skip
+
+
+def launch_plain(
+    layer: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    g: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    config: LaunchConfig,
+) -> None:
+    """One token on a pool that folds every step, with an explicit configuration (BV and num_warps are used)."""
+    from replayssm.backends.triton.plain import plain_kernel
+
+    B, H, HV, K, V = v.shape[0], layer.H, layer.HV, layer.K, layer.V
+    q, k, v, out, w, g = (x[:, 0] for x in (_dense(q), _dense(k), _dense(v), out, w, g))
+    g = _dense(g) if layer.recurrence.channel else g
+    plain_kernel[(B * HV * -(-V // config.BV),)](
+        q, k, v, w, g, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count,
+        *(s for x in (q, k, v, w, g, out) for s in x.stride()[:2]),
+        *(s for x in layer.tensors.values() for s in x.stride()[:2]),
+        H=H, HV=HV, K=K, V=V, R=layer.ring.R, CHANNEL=layer.recurrence.channel, ERASE=layer.recurrence.erase,
+        BK=power_of_2(K, 16), BV=config.BV, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
+    """See :func:`replayssm.ops.fold`; the cursors are moved by the caller."""
+    from replayssm.backends.triton.kernel import fold_kernel
+
+    BV = min(64, power_of_2(layer.V, 16))
+    fold_kernel[(slots.numel() * layer.HV * -(-layer.V // BV),)](
+        slots, n.to(torch.int32).contiguous(), *layer.tensors.values(), layer.ring.head,
+        *(s for x in layer.tensors.values() for s in x.stride()[:2]),
+        H=layer.H, HV=layer.HV, K=layer.K, V=layer.V, R=layer.ring.R, CHANNEL=layer.recurrence.channel,
+        UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
+        BR=power_of_2(layer.ring.most, 16), num_warps=4,
+    )  # fmt: skip
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The kernels take any strides but in the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,73 @@
+"""Text as it is written, and the clock beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class TextStream:
+    """What ``model.generate(streamer=...)`` feeds: hands text on as soon as its last character is complete.
+
+    tokens, times: every new token and when it came (``time.perf_counter``). count: told the number of tokens so far.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        write: Callable[[str], None],
+        count: Callable[[int], None] | None = None,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self._decode, self._write, self._count = decode, write, count
+        self._prompt = True
+        self._first = 0  # tokens are decoded from here on, to keep long texts cheap
+        self._shown = 0  # characters of that which were handed on
+
+    def put(self, value: Any) -> None:
+        """The prompt, then each new token."""
+        if self._prompt:
+            self._prompt = False
+            return
+        self.tokens += value.flatten().tolist()
+        self.times.append(time.perf_counter())
+        self._show(final=False)
+        if self._count is not None:
+            self._count(len(self.tokens))
+
+    def end(self) -> None:
+        """Hands on what is left, incomplete characters included."""
+        self._show(final=True)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second after the first new token, so without the prompt's processing; 0 where there is one only."""
+        if len(self.times) < 2:
+            return 0.0
+        return (len(self.times) - 1) / (self.times[-1] - self.times[0])
+
+    def _show(self, final: bool) -> None:
+        text = self._decode(self.tokens[self._first :])
+        if not final and text.endswith("\ufffd"):
+            return
+        if len(text) > self._shown:
+            self._write(text[self._shown :])
+            self._shown = len(text)
+        if text.endswith("\n"):  # the last token stays as context: some tokenizers decode a first token differently
+            self._first = len(self.tokens) - 1
+            self._shown = len(self._decode(self.tokens[self._first :]))
+
+
+def sampling(
+    tokens: int, *, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None
+) -> dict[str, Any]:
+    """Arguments of ``generate`` for at most ``tokens`` tokens: the likeliest ones at temperature 0, whatever the
+    checkpoint's own defaults are."""
+    if temperature == 0:
+        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    else:
+        top_p = 1.0 if top_p is None else top_p
+        how = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+    return {"max_new_tokens": tokens, "num_beams": 1, **how}

@@ -1,0 +1,151 @@
+"""Drop-in for Hugging Face transformers: after ``attach(model)``, ``model.generate`` decodes from checkpoint and ring.
+
+Needs transformers 5.23 or later. docs/transformers.md says how it hooks in and what differs from stock.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from replayssm.backends import names
+from replayssm.hf import dispatch
+from replayssm.hf.cache import ReplayCache
+from replayssm.hf.models import SUPPORTED, ModelType, lookup
+from replayssm.hf.state import Options
+
+__all__ = ["SUPPORTED", "ReplayCache", "attach", "detach", "explain"]
+
+_log = logging.getLogger("replayssm")
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+class Attachment:
+    """What ``attach`` leaves on a model, as ``model._replayssm``."""
+
+    def __init__(self, model: PreTrainedModel, kind: ModelType, options: Options) -> None:
+        self.kind, self.options = kind, options
+        self.dt_limits = {
+            module.layer_idx: tuple(module.time_step_limit)  # pyright: ignore
+            for module in model.modules()
+            if hasattr(module, "time_step_limit") and hasattr(module, "layer_idx")
+        }
+        self.parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self.handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
+        self.logged: set[str] = set()
+        self.report: dict[str, str] = {}  # the newest cache writes what it runs on
+
+
+def attach(
+    model: PreTrainedModel,
+    *,
+    fold_every: int = 16,
+    window: int | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    exact_dt_limit: bool = False,
+) -> PreTrainedModel:
+    """Lets ``model`` decode through a :class:`ReplayCache`; returns the model. Undone by :func:`detach`.
+
+    fold_every: tokens between two writes of a checkpoint. window: how many of the last tokens ``cache.crop`` can always
+    take back; None: none in plain decoding, and where generate asks the cache to record (assisted decoding) as many as
+    its default number of drafts needs. state_dtype: of the checkpoints. backend: "auto" or a name from
+    ``replayssm.backends.names()``. exact_dt_limit: clamp Mamba-2's dt in every step; by default only where stock
+    transformers does, in prompts.
+
+    A model that is attached already stays as it is if the options are the same. Raises ValueError for an unsupported
+    model type or option, TypeError for what is not a transformers model, and RuntimeError for a release of transformers
+    whose functions are not the ones that are known, or a model that is attached with other options.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"attach: expected a transformers PreTrainedModel; got {type(model).__name__}. Of a wrapped model attach "
+            "the one inside"
+        )
+    options = Options(fold_every, window, state_dtype, backend, exact_dt_limit)
+    if backend != "auto" and backend not in names():
+        raise ValueError(f"attach: unknown backend {backend!r}; valid: auto, {', '.join(names())}")
+    present = getattr(model, "_replayssm", None)
+    if present is not None:
+        if present.options == options:
+            return model
+        raise RuntimeError(f"attach: the model is attached with {present.options}; detach it first to use {options}")
+    kind = lookup(model.config)
+    dispatch.install(kind.module, kind.recurrence.name)
+    model._replayssm = Attachment(model, kind, options)  # pyright: ignore[reportArgumentType]
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)  # pyright: ignore
+    model._is_stateful = False  # which keeps generate from assisted decoding; this cache can roll back
+    return model
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes :func:`attach`; returns the model. Its ReplayCaches cannot be used any more. A model that is not attached
+    is left as it is."""
+    attachment = getattr(model, "_replayssm", None)
+    if attachment is not None:
+        attachment.handle.remove()
+        for name in ("_replayssm", "_prepare_cache_for_generation", "_is_stateful"):
+            model.__dict__.pop(name, None)
+        dispatch.uninstall(attachment.kind.module)
+    return model
+
+
+def explain(model: PreTrainedModel) -> str:
+    """What an attached model's newest cache runs on, and why; before the first call, what was asked for."""
+    attachment = getattr(model, "_replayssm", None)
+    if attachment is None:
+        return f"{type(model).__name__} is not attached"
+    nothing = "nothing has run yet; the backend is chosen at the first call"
+    return f"{attachment.options}\n{attachment.report.get('explanation', nothing)}"
+
+
+def _prepare_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Stock's, and then a ReplayCache in place of the empty DynamicCache that it made."""
+    given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
+    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
+    for name in _CACHE_NAMES:
+        made = model_kwargs.get(name)
+        if given or made is None:
+            continue
+        if type(made) is not DynamicCache or made.offloading:
+            _log_once(model, f"cache_implementation={generation_config.cache_implementation!r}")
+            continue
+        cache = model_kwargs[name] = ReplayCache(model)
+        drafts = getattr(generation_config, "prompt_lookup_num_tokens", None)
+        if drafts:
+            cache.recurrent.draft_window = drafts + 1
+        if any(getattr(layer, "record_past", False) for layer in made.layers):
+            cache.activate_past_recording()
+    return result
+
+
+def _give_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: a ReplayCache where the model would make itself a DynamicCache; checks one that is given."""
+    parameters = model._replayssm.parameters
+    given = dict(zip(parameters, args, strict=False)) | kwargs
+    present = next((given[name] for name in _CACHE_NAMES if given.get(name) is not None), None)
+    if present is not None:
+        inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if isinstance(present, ReplayCache) and inputs is not None:
+            present.check(model, inputs.shape[0])
+        return None
+    use_cache = given.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
+    name = next((name for name in _CACHE_NAMES if name in parameters), None)
+    if model.training or not use_cache or name is None or name in parameters[: len(args)]:
+        return None
+    return args, kwargs | {name: ReplayCache(model)}
+
+
+def _log_once(model: Any, what: str) -> None:
+    logged = model._replayssm.logged
+    if what not in logged:
+        logged.add(what)
+        _log.warning("replayssm: %s runs on stock transformers; only the default dynamic cache is replayed", what)

@@ -1,0 +1,40 @@
+"""What stands for a recurrent layer's state in a ReplayCache."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from replayssm.hf.state import RecurrentState
+
+
+class Handle:
+    """Given to a mixer where it asks its cache for the recurrent state, and found by the dispatch in the arguments of
+    the function that the mixer calls with it. It is no tensor: any other use of it raises."""
+
+    def __init__(self, recurrent: RecurrentState, layer: int) -> None:
+        self.recurrent, self.layer = recurrent, layer
+
+    def to(self, target: Any = None, *args: Any, **kwargs: Any) -> Handle:
+        """Itself: Kimi Delta Attention's mixers cast the state that they hand back to the cache."""
+        if isinstance(target, Tensor):  # the model's own function, about to compute with it
+            self._refuse()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse()
+
+    def __mul__(self, other: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            "replayssm: a ReplayCache reached a model that is not attached; call replayssm.attach(model) first, and "
+            "keep it attached while its caches are in use"
+        )

@@ -1,0 +1,98 @@
+"""README, docs and configuration say what is so: their code runs, their links lead somewhere, their facts agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+
+
+def test_the_extractor_finds_code() -> None:
+    assert ROOT / "README.md" in WITH_CODE and len(WITH_CODE) >= 3
+
+
+def run(code: str) -> str:
+    """What the code prints, in a fresh interpreter with warnings as errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True, text=True, timeout=300, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path) -> None:
+    """All blocks of a page, one after the other."""
+    out = run("\n".join(blocks(page, "python")))
+    if page.name == "README.md":
+        assert out.startswith("def read_") and len(out) > 60
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run(example: Path) -> None:
+    assert run(example.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, f"{page.name} links to {target}"
+
+
+def test_the_readme_names_every_supported_model_type() -> None:
+    from replayssm.hf import SUPPORTED
+
+    section = (ROOT / "README.md").read_text("utf-8").split("## Supported models")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ") and "`model_type`" not in row]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {
+        kind.package for kind in SUPPORTED.values()
+    }
+
+
+def test_the_readme_names_every_command() -> None:
+    from replayssm.cli import COMMANDS
+
+    named = set(re.findall(r"^\| `replayssm (\w+)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
+    assert named == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    (command,) = (block for block in blocks(ROOT / "README.md", "bash") if "pytest" in block)
+    assert command.count("\n") == 1 and command in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_pre_commit_uses_the_tested_versions() -> None:
+    tested = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    pinned = re.findall(r"([\w-]+)==([\w.]+)", (ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    assert ("ruff", tested["ruff"]) in pinned
+    assert all(version == tested.get(name, version) for name, version in pinned)
+
+
+def test_pictures_are_well_formed() -> None:
+    for picture in (ROOT / "docs").glob("*.svg"):
+        assert ET.parse(picture).getroot().tag.endswith("svg")
