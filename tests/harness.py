@@ -12,7 +12,7 @@ from torch import Tensor
 from replayssm import LayerSpec, StatePool, ops
 from replayssm.backends import load
 from replayssm.recurrence import Recurrence
-from replayssm.testing import Inputs, Oracle, assert_guards, guarded, make_inputs, make_pool
+from replayssm.testing import Inputs, Oracle, assert_guards, assert_untouched, guarded, make_inputs, make_pool, memory
 
 N = 6  # slots of a test pool
 
@@ -110,6 +110,7 @@ class Run:
             self.oracle.fold(self.layer, slots)
 
     def finish(self) -> None:
-        """Folds everything and applies the rule."""
+        """Folds everything and applies the rule; looks at the pool's guard bands."""
         self.fold(self.where.slots(*range(self.pool.N)))
+        assert_untouched(self.pool, memory(self.pool), range(self.pool.N))
         self.oracle.check(f"{self.where}, {self.spec.recurrence.name}:")

@@ -100,6 +100,9 @@ def test_refused_models() -> None:
     )
     with pytest.raises(ValueError, match=r"unsupported model type 'llama'; supported: qwen3_5_text, .*, zamba2"):
         attach(transformers.LlamaForCausalLM(config))
+    config.model_type = "mamba2"  # as remote code may say
+    with pytest.raises(ValueError, match=r"no layer of LlamaForCausalLM is from transformers\.models\.mamba2"):
+        attach(transformers.LlamaForCausalLM(config))
     with pytest.raises(TypeError, match="expected a transformers PreTrainedModel; got Linear"):
         attach(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 

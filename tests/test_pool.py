@@ -86,7 +86,10 @@ def tensors_of(x: Any, seen: set[int]) -> list[Tensor]:
 def test_nbytes_counts_every_byte(state: torch.dtype) -> None:
     gc.collect()
     before = {id(x) for x in gc.get_objects() if issubclass(type(x), Tensor)}
-    pool = build(dtypes=dict(state_dtype=state, input_dtype=torch.bfloat16), window=3)
+    pool = StatePool(4, window=3)
+    for rec in (MAMBA2, GDN, KDA):
+        pool.add_layer(make_spec(rec, state_dtype=state, input_dtype=torch.bfloat16))
+    pool.add_conv(5)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(pool, set())}
     assert pool.nbytes == sum(storages.values())
     gc.collect()

@@ -93,6 +93,15 @@ def test_untouched_slots_are_compared_by_bits(value: float) -> None:
         x.copy_(old)
 
 
+@pytest.mark.parametrize("slot", [0, -1])
+def test_a_pool_has_guard_bands(slot: int) -> None:
+    pool = TORCH.pool([make_spec(MAMBA2)])
+    before = snapshot(pool)
+    pool.layers[0].k._base[slot, 1, 2, 3] = 0
+    with pytest.raises(AssertionError, match="tensor 1 was written outside of its slots"):
+        assert_untouched(pool, before, range(pool.N))
+
+
 def test_same_bits() -> None:
     nan, zero = torch.tensor([math.nan]), torch.tensor([0.0])
     assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero) and not same_bits(zero, zero.double())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from replayssm.layer import LayerState
 
-P = [1024, 512, 512, 8192, 1]
+P = [128, 384, 1, 4096, 1]
 _NAMES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 

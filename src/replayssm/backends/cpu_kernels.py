@@ -173,6 +173,12 @@ def _add(y, x, width):
 
 
 @njit(error_model="numpy")
+def _sub(y, x, width):
+    for i in range(0, 4 * width, _ROW):
+        vec.store(y + i, vec.sub(vec.load(y + i), vec.load(x + i)))
+
+
+@njit(error_model="numpy")
 def _exp(y, x, width):
     for i in range(0, 4 * width, _ROW):
         vec.store(y + i, vec.exp(vec.load(x + i)))
@@ -218,21 +224,62 @@ def _add_rows(y, sign, scores, x, stride, first, n, R, width):
 
 
 @njit(error_model="numpy")
-def _read_block(y, S, x, width, ahead, lines):
-    """y [BLOCK] += S [BLOCK, width] @ x [width]; prefetches ``lines`` a vector."""
+def _read_one(y, x, r0, r1, r2, r3, r4, r5, r6, r7, width, ahead, lines):
+    """y [BLOCK] += rows r0 .. r7 . x; prefetches ``lines`` a vector."""
     a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = vec.splat(_ZERO)
     for c in range(0, 4 * width, _ROW):
-        x_c, at = vec.load(x + c), S + c
+        x_c = vec.load(x + c)
         ahead = _prefetch(ahead, lines)
-        a0 = vec.muladd(vec.load(at + 0 * width), x_c, a0)
-        a1 = vec.muladd(vec.load(at + 4 * width), x_c, a1)
-        a2 = vec.muladd(vec.load(at + 8 * width), x_c, a2)
-        a3 = vec.muladd(vec.load(at + 12 * width), x_c, a3)
-        a4 = vec.muladd(vec.load(at + 16 * width), x_c, a4)
-        a5 = vec.muladd(vec.load(at + 20 * width), x_c, a5)
-        a6 = vec.muladd(vec.load(at + 24 * width), x_c, a6)
-        a7 = vec.muladd(vec.load(at + 28 * width), x_c, a7)
+        a0 = vec.muladd(vec.load(r0 + c), x_c, a0)
+        a1 = vec.muladd(vec.load(r1 + c), x_c, a1)
+        a2 = vec.muladd(vec.load(r2 + c), x_c, a2)
+        a3 = vec.muladd(vec.load(r3 + c), x_c, a3)
+        a4 = vec.muladd(vec.load(r4 + c), x_c, a4)
+        a5 = vec.muladd(vec.load(r5 + c), x_c, a5)
+        a6 = vec.muladd(vec.load(r6 + c), x_c, a6)
+        a7 = vec.muladd(vec.load(r7 + c), x_c, a7)
     vec.add_totals(y, a0, a1, a2, a3, a4, a5, a6, a7)
+    return ahead
+
+
+@njit(error_model="numpy")
+def _read_two(y, z, x, u, r0, r1, r2, r3, r4, r5, r6, r7, width, ahead, lines):
+    """The same for two vectors at once: y += rows . x and z += rows . u."""
+    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = vec.splat(_ZERO)
+    b0 = b1 = b2 = b3 = b4 = b5 = b6 = b7 = vec.splat(_ZERO)
+    for c in range(0, 4 * width, _ROW):
+        x_c, u_c = vec.load(x + c), vec.load(u + c)
+        ahead = _prefetch(ahead, lines)
+        r = vec.load(r0 + c)
+        a0, b0 = vec.muladd(r, x_c, a0), vec.muladd(r, u_c, b0)
+        r = vec.load(r1 + c)
+        a1, b1 = vec.muladd(r, x_c, a1), vec.muladd(r, u_c, b1)
+        r = vec.load(r2 + c)
+        a2, b2 = vec.muladd(r, x_c, a2), vec.muladd(r, u_c, b2)
+        r = vec.load(r3 + c)
+        a3, b3 = vec.muladd(r, x_c, a3), vec.muladd(r, u_c, b3)
+        r = vec.load(r4 + c)
+        a4, b4 = vec.muladd(r, x_c, a4), vec.muladd(r, u_c, b4)
+        r = vec.load(r5 + c)
+        a5, b5 = vec.muladd(r, x_c, a5), vec.muladd(r, u_c, b5)
+        r = vec.load(r6 + c)
+        a6, b6 = vec.muladd(r, x_c, a6), vec.muladd(r, u_c, b6)
+        r = vec.load(r7 + c)
+        a7, b7 = vec.muladd(r, x_c, a7), vec.muladd(r, u_c, b7)
+    vec.add_totals(y, a0, a1, a2, a3, a4, a5, a6, a7)
+    vec.add_totals(z, b0, b1, b2, b3, b4, b5, b6, b7)
+    return ahead
+
+
+@njit(error_model="numpy")
+def _read_block(y, y_stride, x, reads, r0, r1, r2, r3, r4, r5, r6, r7, width, ahead, lines):
+    """Row r of y, its first BLOCK numbers, += rows r0 .. r7 . row r of x, for every read r."""
+    for r in range(0, reads - 1, 2):
+        y_r, x_r = y + y_stride * r, x + 4 * width * r
+        ahead = _read_two(y_r, y_r + y_stride, x_r, x_r + 4 * width, r0, r1, r2, r3, r4, r5, r6, r7, width, ahead, lines)
+    if reads % 2:
+        r = reads - 1
+        ahead = _read_one(y + y_stride * r, x + 4 * width * r, r0, r1, r2, r3, r4, r5, r6, r7, width, ahead, lines)
     return ahead
 
 
@@ -300,7 +347,7 @@ def _pass(S, dtype, V, K, x, reads, y, VW, e, channel, keys, stride, first, R, d
     ``rows``. Prefetches evenly from ``ahead`` to ``end``.
     """
     KW, size = _padded(K), _size(dtype)
-    vectors = -(-V // BLOCK) * (KW // LANES) * (1 if due else reads)
+    vectors = -(-V // BLOCK) * (KW // LANES) * (1 if due else (reads + 1) // 2)
     lines = (end - ahead + vectors * _LINE - 1) // (vectors * _LINE)
     for v in range(0, V, BLOCK):
         m = min(BLOCK, V - v)
@@ -310,8 +357,9 @@ def _pass(S, dtype, V, K, x, reads, y, VW, e, channel, keys, stride, first, R, d
             block = rows
             for i in range(m):
                 _get_row(rows + i * 4 * KW, at + i * K * size, dtype, K)
-        for r in range(reads):
-            ahead = _read_block(y + 4 * (r * VW + v), block, x + 4 * r * KW, KW, ahead, 0 if due else lines)
+        ahead = _read_block(
+            y + 4 * v, 4 * VW, x, reads, block, block + 4 * KW, block + 8 * KW, block + 12 * KW, block + 16 * KW, block + 20 * KW, block + 24 * KW, block + 28 * KW, KW, ahead, 0 if due else lines
+        )  # fmt: skip
         if due:
             d_v = d + 4 * v
             ahead = _fold_block(block, KW, e, channel, keys, stride, first, R, d_v, 4 * VW, n, ahead, lines)
@@ -373,10 +421,8 @@ def _task(a, b, h, v0, scratch):
 
     S = _at(a.ckpt, slot, h, 0, v0 * K)
     S_end = S + V * K * _size(a.ckpt.dtype)
-    ahead = S + a.p3
-    each1, each2 = a.p0, a.p2
-    if due:
-        each1, each2 = a.p1, 0
+    ahead = _prefetch(S + a.p3 + 64 * a.p4, a.p4)
+    each1 = a.p1 if channel else a.p0
 
     # 1. Ring rows, the newest first: the log-decays after a row are then a running sum. A decay by head goes into the row's
     # weight, one by channel into its key. Rows that can be read in place are not copied.
@@ -429,26 +475,39 @@ def _task(a, b, h, v0, scratch):
         _add(sums, g_t, GW)
         _exp(e, sums, GW)
         for r in range(t, reads, T):
-            x_r = x + 4 * KW * r
-            _decay(x_r, q_t if r < T else k_t, e, channel, KW)
-            for i in range(n):
-                if ahead + each2 < S_end:
-                    ahead = _prefetch(ahead, each2 // _LINE)
-                weight = vec.number(weights + 4 * i)
-                vec.put(score + 4 * (r * RW + i), weight * _dot(_row(keys, k_stride, k_first, i, R), x_r, KW))
-            _decay(x_r, x_r, total, channel, KW)
+            _decay(x + 4 * KW * r, q_t if r < T else k_t, e, channel, KW)
+    ahead = _prefetch(ahead, a.p4)
+    for r in range(reads):
+        _fill(score + 4 * RW * r, _ZERO, RW)
+    for i in range(0, n, BLOCK):
+        r0 = _row(keys, k_stride, k_first, min(i + 0, n - 1), R)
+        r1 = _row(keys, k_stride, k_first, min(i + 1, n - 1), R)
+        r2 = _row(keys, k_stride, k_first, min(i + 2, n - 1), R)
+        r3 = _row(keys, k_stride, k_first, min(i + 3, n - 1), R)
+        r4 = _row(keys, k_stride, k_first, min(i + 4, n - 1), R)
+        r5 = _row(keys, k_stride, k_first, min(i + 5, n - 1), R)
+        r6 = _row(keys, k_stride, k_first, min(i + 6, n - 1), R)
+        r7 = _row(keys, k_stride, k_first, min(i + 7, n - 1), R)
+        lines = a.p2 if ahead + a.p2 * (KW // LANES) * reads * _LINE < S_end else 0
+        ahead = _read_block(score + 4 * i, 4 * RW, x, reads, r0, r1, r2, r3, r4, r5, r6, r7, KW, ahead, lines)
+    for r in range(reads):
+        _decay(score + 4 * RW * r, score + 4 * RW * r, weights, 1, _padded(n))
+        _decay(x + 4 * KW * r, x + 4 * KW * r, total, channel, KW)
+    ahead = _prefetch(ahead, a.p4)
     for j in range(T):
+        k_j, w_j = new_k + 4 * KW * j, vec.number(new_w + 4 * j)
         _fill(sums, _ZERO, GW)
-        w_j = vec.number(new_w + 4 * j)
         for t in range(j, T):
             if t > j:
                 _add(sums, new_g + 4 * KW * t, GW)
-            _exp(e, sums, GW)
-            _decay(one, new_k + 4 * KW * j, e, channel, KW)
-            for r in range(t, reads, T):
-                read = (new_q if r < T else new_k) + 4 * KW * t
-                vec.put(near + 4 * (r * T + j), w_j * _dot(one, read, KW))
+                _exp(e, sums, GW)
+                _decay(one, new_k + 4 * KW * j, e, channel, KW)
+                k_j = one
+                if reads > T:
+                    vec.put(near + 4 * ((T + t) * T + j), w_j * _dot(one, new_k + 4 * KW * t, KW))
+            vec.put(near + 4 * (t * T + j), w_j * _dot(k_j, new_q + 4 * KW * t, KW))
 
+    ahead = _prefetch(ahead, a.p4)
     # 3. Ring, then checkpoint.
     for r in range(reads):
         _fill(y + 4 * VW * r, _ZERO, VW)
@@ -457,22 +516,24 @@ def _task(a, b, h, v0, scratch):
         for i in range(n):
             vec.store(e, vec.splat(vec.number(weights + 4 * i)))
             _decay(copied_d + i * 4 * VW, _row(ds, d_stride, d_first, i, R), e, 0, VW)
-    if a.p4 and h + 1 < a.HV:
+    if h + 1 < a.HV:
         _prefetch_ring(a, slot, h + 1, v0, V, head, n)
+        for t in range(T):
+            _prefetch(_at(a.v, b, t, h + 1, v0), V // 16)
     if due or reads > 0:
         _pass(
             S, a.ckpt.dtype, V, K, x, reads, y, VW, total, channel, keys, k_stride, k_first, R, copied_d, n, due, rows, ahead,
             S_end + a.p3,
         )  # fmt: skip
 
-    # 4. d_t = v_t - S_t k_t by substitution; what near holds for the keys on the diagonal is not used.
-    vec.put(one, _ONE)
+    # 4. d_t = v_t - S_t k_t by substitution; near has nothing for keys on the diagonal.
+    _prefetch(S_end + a.p3, a.p4)
     for t in range(T):
         d_t, o_t = new_d + 4 * VW * t, y + 4 * VW * t
         row = (head + n + t) % R
         _get_row(d_t, _at(a.v, b, t, h, v0), a.v.dtype, V)
         if reads > T:
-            _add_rows(d_t, -_ONE, one, y + 4 * VW * (T + t), 0, 0, 1, 1, VW)
+            _sub(d_t, y + 4 * VW * (T + t), VW)
             _add_rows(d_t, -_ONE, near + 4 * T * (T + t), new_d, 4 * VW, 0, t, T, VW)
         _add_rows(o_t, _ONE, near + 4 * T * t, new_d, 4 * VW, 0, t + 1, T, VW)
         _put_row(_at(a.out, b, t, h, v0), a.out.dtype, o_t, V)

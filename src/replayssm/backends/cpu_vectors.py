@@ -121,6 +121,11 @@ def add(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.fadd(x, y)
 
 
+@_inline(vector, vector, vector)
+def sub(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.fsub(x, y)
+
+
 @_inline(vector, vector, vector, vector)
 def muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x * y + z, with one rounding where the machine has an instruction for it."""

@@ -76,6 +76,10 @@ def attach(
             return model
         raise RuntimeError(f"attach: the model is attached with {present.options}; detach it first to use {options}")
     kind = lookup(model.config)
+    if all(type(module).__module__ != kind.module for module in model.modules()):
+        raise ValueError(
+            f"attach: no layer of {type(model).__name__} is from {kind.module}; code of its own is not known"
+        )
     dispatch.install(kind.module, kind.recurrence.name)
     model._replayssm = Attachment(model, kind, options)  # pyright: ignore[reportArgumentType]
     if hasattr(model, "_prepare_cache_for_generation"):

@@ -19,8 +19,6 @@ from replayssm.hf.handle import Handle
 from replayssm.layer import LayerSpec
 from replayssm.recurrence import GDN, KDA, MAMBA2, Recurrence
 
-Limit = tuple[float, float] | None
-
 
 @dataclass(frozen=True)
 class Call:

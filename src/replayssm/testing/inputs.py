@@ -77,7 +77,7 @@ def make_inputs(
 def guarded(x: Tensor) -> Tensor:
     """A copy of ``x`` as a strided view into a larger buffer of :data:`GUARD`, with a band on every side: a read past
     its end shows in the result, a write past it in :func:`assert_guards`."""
-    buffer = torch.full([n + 2 for n in x.shape], _guard(x), dtype=x.dtype, device=x.device)
+    buffer = torch.full([n + 2 for n in x.shape], guard(x), dtype=x.dtype, device=x.device)
     view = buffer[tuple(slice(1, 1 + n) for n in x.shape)]
     view.copy_(x)
     return view
@@ -89,8 +89,8 @@ def assert_guards(*views: Tensor) -> None:
         base = view._base
         assert base is not None, "not a guarded view"
         around = base.clone()
-        around[tuple(slice(1, 1 + n) for n in view.shape)] = _guard(view)
-        if not same_bits(around, torch.full_like(around, _guard(view))):
+        around[tuple(slice(1, 1 + n) for n in view.shape)] = guard(view)
+        if not same_bits(around, torch.full_like(around, guard(view))):
             raise AssertionError(f"a write outside of the tensor of shape {tuple(view.shape)}")
 
 
@@ -100,5 +100,6 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x.contiguous().view(bits), y.contiguous().view(bits))
 
 
-def _guard(x: Tensor) -> float:
+def guard(x: Tensor) -> float:
+    """What the guard bands around ``x`` hold."""
     return min(GUARD, torch.finfo(x.dtype).max)

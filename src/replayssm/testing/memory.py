@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from replayssm.layer import LayerSpec
 from replayssm.pool import StatePool
-from replayssm.testing.inputs import same_bits
+from replayssm.testing.inputs import guard, same_bits
 
 
 def make_pool(
@@ -23,10 +24,12 @@ def make_pool(
     backend: str = "auto",
     generator: torch.Generator | None = None,
 ) -> StatePool:
-    """A pool of poisoned memory: all of it NaN, ring heads anywhere, no slot allocated. Seed slots before use."""
+    """A pool of poisoned memory: all of it NaN, ring heads anywhere, no slot allocated, and a guard band of one slot
+    before and after each tensor of a layer. Seed slots before use."""
     pool = StatePool(N, fold_every=fold_every, window=window, width=width, device=device, backend=backend)
     for spec in specs:
-        pool.add_layer(spec)
+        layer = pool.add_layer(spec)
+        pool.layers[-1] = replace(layer, **{name: _banded(x) for name, x in layer.tensors.items()})
     poison(pool, generator)
     return pool
 
@@ -55,10 +58,21 @@ def snapshot(pool: StatePool) -> list[Tensor]:
 
 
 def assert_untouched(pool: StatePool, before: Sequence[Tensor], slots: Tensor | Sequence[int] = ()) -> None:
-    """Raises AssertionError unless every slot but ``slots`` is bitwise what it was at the snapshot ``before``."""
+    """Raises AssertionError unless every slot but ``slots`` is bitwise what it was at the snapshot ``before``, and the
+    guard bands of :func:`make_pool`, if there are any, are whole."""
     touched = set(slots.tolist() if isinstance(slots, Tensor) else slots)
     rest = [slot for slot in range(pool.N) if slot not in touched]
     for i, (x, old) in enumerate(zip(memory(pool), before, strict=True)):
         for slot in rest:
             if not same_bits(x[slot], old[slot]):
                 raise AssertionError(f"tensor {i} of slot {slot} changed, which the call was not given")
+        if (base := x._base) is not None and base.shape[0] == pool.N + 2:
+            band = base[:: pool.N + 1]
+            if not same_bits(band, torch.full_like(band, guard(x))):
+                raise AssertionError(f"tensor {i} was written outside of its slots")
+
+
+def _banded(x: Tensor) -> Tensor:
+    """Memory like ``x``, ``[N, ...]``, with one more slot of :data:`replayssm.testing.GUARD` before and after."""
+    buffer = torch.full((x.shape[0] + 2, *x.shape[1:]), guard(x), dtype=x.dtype, device=x.device)
+    return buffer[1:-1]

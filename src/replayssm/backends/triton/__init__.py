@@ -70,19 +70,22 @@ def launch_verify(
     k = k.to(q.dtype)
     g = _dense(g) if channel else g
     X, BR = (2 * T if erase else T), power_of_2(layer.ring.most, 16)
+    exact = on_cpu or layer.ckpt.dtype == torch.float32
     width = X * BR + 2 if T == 1 else X * (X + BR + T)
     n_x = B * HV * X * K if channel else 0
     work_x = layer.ring.scratch.take(n_x + B * HV * width, v.device)
     work = work_x[n_x:]
     common = dict(
-        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, UPCAST=on_cpu, PDL=config.pdl,
+        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, EXACT=exact,
+        PDL=config.pdl,
         BK=power_of_2(K, 16), BR=BR, WIDTH=width,
     )  # fmt: skip
     prepare_kernel[(B * (HV if channel else H),)](
         q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, work, work_x,
         *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
-        BT=power_of_2(T, 16), BG=1 if channel else power_of_2(HV // H), num_warps=config.prepare_warps, **common,
+        BT=power_of_2(T, 1 if exact else 16),
+        BG=1 if channel else power_of_2(HV // H), num_warps=config.prepare_warps, **common,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x[:n_x].view(B, HV, X, K).transpose(1, 2)
@@ -92,7 +95,8 @@ def launch_verify(
         q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
-        V=V, LIMIT=layer.ring.limit, DOT=config.dot, BV=config.BV, BF=config.BF, BX=power_of_2(X, 16),
+        V=V, LIMIT=layer.ring.limit, DOT=config.dot, BV=config.BV, BF=config.BF,
+        BX=power_of_2(X, 1 if exact and T > 1 else 16), UPCAST=on_cpu,
         ROWS_FIRST=config.rows_first, num_warps=config.num_warps, **options, **common,
     )  # fmt: skip
 
@@ -125,7 +129,7 @@ def launch_plain(
 
 def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
     """See :func:`replayssm.ops.fold`; the cursors are moved by the caller."""
-    from replayssm.backends.triton.kernel import fold_kernel
+    from replayssm.backends.triton.folding import fold_kernel
 
     BV = min(64, power_of_2(layer.V, 16))
     fold_kernel[(slots.numel() * layer.HV * -(-layer.V // BV),)](

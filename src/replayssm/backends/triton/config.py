@@ -21,7 +21,7 @@ class LaunchConfig:
     prepare_warps: int = 1
 
     def __post_init__(self) -> None:
-        # Fewer than 16 rows a warp miscompile to illegal addresses (Triton 3.6, sm_90, 8 warps on 64 rows).
+        # Tensor-core products of fewer than 16 rows a warp miscompile (Triton 3.6, sm_90, 8 warps on 64 rows).
         if self.dot and 16 * self.num_warps > self.BV:
             raise ValueError(
                 f"LaunchConfig: dot needs BV >= 16 * num_warps; got BV={self.BV}, num_warps={self.num_warps}"
@@ -38,15 +38,15 @@ def power_of_2(n: int, least: int = 1) -> int:
 _TUNED = {
     (False, False, 32, True): (16, 1, 16, False),
     (False, False, 16, True): (64, 4, 16, True),
-    (False, False, 32, False): (32, 1, 32, True),
+    (False, False, 32, False): (64, 4, 16, True),
     (False, False, 16, False): (64, 4, 16, True),
     (True, False, 32, True): (16, 1, 16, False),
     (True, False, 16, True): (64, 2, 16, True),
-    (True, False, 32, False): (64, 2, 32, True),
+    (True, False, 32, False): (64, 4, 16, True),
     (True, False, 16, False): (64, 2, 16, True),
     (True, True, 32, True): (64, 2, 32, False),
     (True, True, 16, True): (64, 2, 16, True),
-    (True, True, 32, False): (64, 2, 16, True),
+    (True, True, 32, False): (64, 4, 16, True),
     (True, True, 16, False): (64, 4, 16, True),
 }
 
@@ -61,7 +61,8 @@ def launch_config(
         BV //= 2
     while dot and num_warps > 1 and 16 * num_warps > BV:
         num_warps //= 2
-    return LaunchConfig(BV, num_warps, min(BF, BV), dot, pdl=capability is not None and capability >= (9, 0))
+    pdl = capability is not None and capability >= (9, 0)
+    return LaunchConfig(BV, num_warps, min(BF, BV), dot, pdl=pdl, prepare_warps=1 if T == 1 else 2 if T <= 4 else 8)
 
 
 def plain_config(*, K: int, V: int) -> LaunchConfig:

@@ -16,25 +16,22 @@ cores; otherwise, for one token, row sums.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _high(x):
-    """The leading 11 bits of a float32's mantissa: what a tf32 product sees of it."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+from replayssm.backends.triton.folding import fold_rows, high_part, keys
 
 
 @triton.jit
-def _dot(a, b, UPCAST: tl.constexpr):
-    """``a [M, K] @ b [N, K]^T`` in float32, no operand rounded by more than 2^-16 (bf16 state) or 2^-21.
+def _dot(a, b, EXACT: tl.constexpr):
+    """``a [M, K] @ b [N, K]^T`` in float32.
 
-    Operands that differ in width are split in high and low parts of the narrower one; float32 counts as tf32.
-    UPCAST: plainly in float32, for Triton's interpreter, which cannot multiply bf16."""
-    if UPCAST:
+    EXACT: by plain multiply-adds, for float32 states, since tensor cores truncate as they add, which alone is more than
+    the error of the plain recurrence in float32; and for Triton's interpreter, which cannot multiply bf16. Otherwise on
+    tensor cores, a wider side in two parts: float32 as tf32 (22 bits of it are kept), 16 bits as they are."""
+    if EXACT:
         return tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), input_precision="ieee")
     elif a.dtype == tl.float32:
-        a_high = _high(a)
+        a_high = high_part(a)
         if b.dtype == tl.float32:
-            b_high = _high(b)
+            b_high = high_part(b)
             y = tl.dot(a_high, tl.trans(b - b_high), input_precision="tf32")
             y = tl.dot(a - a_high, tl.trans(b_high), acc=y, input_precision="tf32")
         else:
@@ -50,46 +47,11 @@ def _dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _folded(b_S, b_decay, b_dw, b_k, UPCAST: tl.constexpr):
-    """``S decay + dw k`` to float32 accuracy: b_S [BV, BK], b_dw [BV, BR] float32, b_k [BR, BK]. bf16 keys take three
-    bf16 products, whose parts of dw hold all of its 24 bits; others three tf32 products."""
-    b_S = b_S.to(tl.float32) * b_decay
-    if UPCAST:
-        return tl.dot(b_dw, b_k.to(tl.float32), acc=b_S, input_precision="ieee")
-    elif b_k.dtype == tl.bfloat16:
-        b_1 = b_dw.to(tl.bfloat16)
-        b_dw -= b_1.to(tl.float32)
-        b_2 = b_dw.to(tl.bfloat16)
-        b_3 = (b_dw - b_2.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(b_1, b_k, acc=tl.dot(b_2, b_k, acc=tl.dot(b_3, b_k, acc=b_S)))
-    else:
-        return tl.dot(b_dw, b_k.to(tl.float32), acc=b_S, input_precision="tf32x3")
-
-
-@triton.jit
-def _keys(p_k, p_g, i_head, n, o_r, o_k, m_k, K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr):
-    """Keys of the first ``n`` ring rows, [BR, BK]; with decay by channel, decayed to the last of them, in float32, and
-    the log-decay over all of them, [BK] (otherwise 0.0). Suffix sums, never differences of prefix sums."""
-    i_row = (i_head + o_r) % R
-    m_row = (o_r < n)[:, None] & m_k[None, :]
-    b_k = tl.load(p_k + i_row[:, None] * K + o_k[None, :], mask=m_row, other=0.0)
-    if CHANNEL:
-        b_g = tl.load(p_g + i_row[:, None] * K + o_k[None, :], mask=m_row, other=0.0)
-        b_later = tl.where(o_r[None, :] > o_r[:, None], 1.0, 0.0)  # (i, l): a product, for a scan goes lane by lane
-        b_high = _high(b_g)  # 0 and 1 are exact in tf32, so two products are enough
-        b_after = tl.dot(b_later, b_high, input_precision="tf32")
-        b_after = tl.dot(b_later, b_g - b_high, acc=b_after, input_precision="tf32")
-        return b_k.to(tl.float32) * tl.exp(tl.minimum(b_after, 0.0)), tl.sum(b_g, 0)
-    else:
-        return b_k, 0.0
-
-
-@triton.jit
 def prepare_kernel(
     q, k, w, g, slots, ring_k, ring_w, ring_g, head, count, work, work_x,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_wb, s_wt, s_wh, s_gb, s_gt, s_gh, s_rkn, s_rkh, s_rwn, s_rwh, s_rgn, s_rgh,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    CHANNEL: tl.constexpr, ERASE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    CHANNEL: tl.constexpr, ERASE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
@@ -116,7 +78,7 @@ def prepare_kernel(
     p_w, p_g = w + i_b * s_wb + (i_first + o_h) * s_wh, g + i_b * s_gb + i_first * s_gh
     p_work = work + (i_b * HV + i_first + o_h) * WIDTH  # [BG]
     p_x0 = work_x + (i_b * HV + i_first) * X * K + o_k
-    b_rk, b_total = _keys(p_rk, p_rg, i_head, n, o_r, o_k, m_k, K, R, CHANNEL)
+    b_rk, b_total = keys(p_rk, p_rg, i_head, n, o_r, o_k, m_k, K, R, CHANNEL)
     m_hr = m_h[:, None] & m_r[None, :]
     b_keep = tl.load(p_rw + o_h[:, None] * s_rwh + i_row[None, :], mask=m_hr, other=0.0)  # [BG, BR]
     b_log = tl.zeros([BG], tl.float32)  # log-decay over all ring rows
@@ -136,18 +98,18 @@ def prepare_kernel(
             b_Or = tl.zeros([BG, BT, BR], tl.float32)
             b_Dr = tl.zeros([BG, BT, BR], tl.float32)
             b_scale = 1.0 + tl.zeros([BG, BT], tl.float32)
-            for t in tl.static_range(T):
+            for t in range(T):
                 m_row = (o_t == t)[None, :, None]
                 b_q = tl.load(p_q + t * s_qt, mask=m_k, other=0.0).to(tl.float32)
                 b_k = tl.load(p_k + t * s_kt, mask=m_k, other=0.0).to(tl.float32)
                 b_cum = tl.zeros([BK], tl.float32)  # log-decay from after j up to t, going back over j
-                for i in tl.static_range(t + 1):
+                for i in range(t + 1):
                     b_kj = tl.load(p_k + (t - i) * s_kt, mask=m_k, other=0.0).to(tl.float32) * tl.exp(b_cum)
                     b_wj = tl.sum(tl.load(p_w + (t - i) * s_wt, mask=m_h, other=0.0).to(tl.float32), 0)
                     m_tj = m_row & (o_t == t - i)[None, None, :]
                     b_N = tl.where(m_tj, tl.sum(b_q * b_kj, 0) * b_wj, b_N)
-                    if ERASE and i > 0:
-                        b_L = tl.where(m_tj, tl.sum(b_k * b_kj, 0) * b_wj, b_L)
+                    if ERASE:
+                        b_L = tl.where(m_tj & (i > 0), tl.sum(b_k * b_kj, 0) * b_wj, b_L)
                     b_cum += tl.load(p_g + (t - i) * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
                 b_q *= tl.exp(b_cum)
                 tl.store(p_x0 + t * K, b_q * tl.exp(b_total), mask=m_k)
@@ -162,10 +124,10 @@ def prepare_kernel(
             m_x = m_t[:, None] & m_k[None, :]
             b_q = tl.load(p_q[None, :] + o_t[:, None] * s_qt, mask=m_x, other=0.0)  # [BT, BK]
             b_k = tl.load(p_k[None, :] + o_t[:, None] * s_kt, mask=m_x, other=0.0)
-            b_qk = _dot(b_q, b_k, UPCAST)  # [BT, BT]
-            b_kk = _dot(b_k, b_k, UPCAST) if ERASE else b_qk
+            b_qk = _dot(b_q, b_k, EXACT)  # [BT, BT]
+            b_kk = _dot(b_k, b_k, EXACT) if ERASE else b_qk
             b_cum = tl.zeros([BG, BT], tl.float32)  # log-decay from after j up to t, going back over j
-            for i in tl.static_range(T):  # j = T - 1 - i
+            for i in range(T):  # j = T - 1 - i
                 m_j = o_t == T - 1 - i
                 b_wj = tl.load(p_w + (T - 1 - i) * s_wt, mask=m_h, other=0.0).to(tl.float32)[:, None] * tl.exp(b_cum)
                 b_Nj = tl.sum(tl.where(m_j[None, :], b_qk, 0.0), 1)[None, :] * b_wj
@@ -178,8 +140,8 @@ def prepare_kernel(
                 b_gj = tl.load(p_g + o_h * s_gh + (T - 1 - i) * s_gt, mask=m_h, other=0.0).to(tl.float32)
                 b_cum += tl.where((o_t >= T - 1 - i)[None, :], b_gj[:, None], 0.0)
             b_far = tl.exp(b_cum)[:, :, None] * b_keep[:, None, :]
-            b_Or = _dot(b_q, b_rk, UPCAST)[None, :, :] * b_far  # [BG, BT, BR]
-            b_Dr = -_dot(b_k, b_rk, UPCAST)[None, :, :] * b_far if ERASE else b_Or
+            b_Or = _dot(b_q, b_rk, EXACT)[None, :, :] * b_far  # [BG, BT, BR]
+            b_Dr = -_dot(b_k, b_rk, EXACT)[None, :, :] * b_far if ERASE else b_Or
             b_scale = tl.exp(b_log[:, None] + b_cum)  # [BG, BT]
         p_Y = p_work[:, None, None] + o_t[None, :, None] * X + o_t[None, None, :]
         p_r = p_work[:, None, None] + X * X + o_t[None, :, None] * BR + o_r[None, None, :]
@@ -193,7 +155,7 @@ def prepare_kernel(
             # the ring; those of Y are v's times -scale.
             b_Dv = tl.where(m_same, 1.0 + tl.zeros([BG, BT, BT], tl.float32), 0.0)
             b_Ov = tl.zeros([BG, BT, BT], tl.float32)
-            for j in tl.static_range(T):
+            for j in range(T):
                 m_row, m_col = (o_t == j)[None, :, None], (o_t == j)[None, None, :]
                 b_Dvj = tl.sum(tl.where(m_row, b_Dv, 0.0), 1)[:, None, :]
                 b_Drj = tl.sum(tl.where(m_row, b_Dr, 0.0), 1)[:, None, :]
@@ -234,7 +196,7 @@ def prepare_kernel(
         if ERASE:
             tl.store(p_far + BR, tl.sum(b_rk * b_k[None, :], 1)[None, :] * b_keep, mask=m_h[:, None])
 
-    for t in tl.static_range(T):  # the new rows but for d
+    for t in range(T):  # the new rows but for d
         i_new = (i_head + n + t) % R
         b_wt = tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32)
         tl.store(p_rw + o_h * s_rwh + i_new, b_wt, mask=m_h)
@@ -247,34 +209,6 @@ def prepare_kernel(
         if i_first % (HV // H) == 0:
             b_kt = tl.load(p_k + t * s_kt, mask=m_k, other=0.0)
             tl.store(p_rk + i_new * K + o_k, b_kt.to(p_rk.dtype.element_ty), mask=m_k)
-
-
-@triton.jit
-def _fold(
-    p_S, p_rk, p_rd, p_rw, p_rg, i_head, n, i_v0,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, UPCAST: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """State rows ``[i_v0, i_v0 + BV)`` of one value head absorb the first ``n > 0`` ring rows, BF at a time."""
-    o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
-    m_k, m_r, i_row = o_k < K, o_r < n, (i_head + o_r) % R
-    b_rk, b_total = _keys(p_rk, p_rg, i_head, n, o_r, o_k, m_k, K, R, CHANNEL)
-    b_keep = tl.load(p_rw + i_row, mask=m_r, other=0.0)
-    if CHANNEL:
-        b_decay = tl.exp(b_total)[None, :]
-    else:
-        b_next = tl.load(p_rg + (i_head + o_r + 1) % R, mask=o_r + 1 < n, other=0.0)
-        b_keep *= tl.exp(tl.cumsum(b_next, 0, reverse=True))
-        b_decay = tl.exp(tl.sum(b_next, 0) + tl.load(p_rg + i_head))
-    for i in range(0, BV, BF):
-        o_v = i_v0 + i + tl.arange(0, BF)
-        m_v = o_v < V
-        m_S = m_v[:, None] & m_k[None, :]
-        p_block = p_S + o_v[:, None] * K + o_k[None, :]
-        p_d = p_rd + o_v[:, None] + i_row[None, :] * V
-        b_dw = tl.load(p_d, mask=m_v[:, None] & m_r[None, :], other=0.0).to(tl.float32) * b_keep[None, :]
-        b_S = _folded(tl.load(p_block, mask=m_S, other=0.0), b_decay, b_dw, b_rk, UPCAST)
-        tl.store(p_block, b_S.to(p_S.dtype.element_ty), mask=m_S)
 
 
 @triton.jit
@@ -293,8 +227,8 @@ def read_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh,
     s_cn, s_ch, s_rkn, s_rkh, s_rdn, s_rdh, s_rwn, s_rwh, s_rgn, s_rgh,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    LIMIT: tl.constexpr, CHANNEL: tl.constexpr, ERASE: tl.constexpr, DOT: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    LIMIT: tl.constexpr, CHANNEL: tl.constexpr, ERASE: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr, ROWS_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Outputs of the step, new d rows, and folds. Grid: (B * HV * cdiv(V, BV),). q, k: the inputs, or with CHANNEL
@@ -340,8 +274,13 @@ def read_kernel(
         b_cr = tl.load(p_work + X * X + o_x[:, None] * BR + o_r[None, :], mask=m_x[:, None], other=0.0)
         b_cv = tl.load(p_work + X * X + X * BR + o_x[:, None] * T + o_x[None, :], mask=m_xt, other=0.0)
         b_v = tl.load(p_v + o_v[:, None] + o_x[None, :] * s_vt, mask=m_vt, other=0.0)
-        b_Z = _dot(b_rd, b_cr, UPCAST) + _dot(b_v.to(tl.float32), b_cv, UPCAST)
-        b_Z += _dot(_dot(b_S, b_x, UPCAST), b_cY, UPCAST)
+        b_Y = _dot(b_S, b_x, EXACT)
+        b_Z = _dot(b_rd, b_cr, EXACT)
+        if BX < 16:  # too few columns for a product
+            b_Z += tl.sum(b_Y[:, None, :] * b_cY[None, :, :], 2)
+            b_Z += tl.sum(b_v.to(tl.float32)[:, None, :] * b_cv[None, :, :], 2)
+        else:
+            b_Z += _dot(b_Y, b_cY, EXACT) + _dot(b_v.to(tl.float32), b_cv, EXACT)
         tl.store(p_o + o_v[:, None] + o_x[None, :] * s_ot, b_Z.to(p_o.dtype.element_ty), mask=m_vt)
         if ERASE:
             p_new = p_rd + o_v[:, None] + ((i_head + n + o_x - T) % R)[None, :] * V
@@ -354,7 +293,7 @@ def read_kernel(
         b_scale, b_near = tl.load(p_work + X * BR), tl.load(p_work + X * BR + 1)
         b_d = tl.load(p_v + o_v, mask=m_v, other=0.0).to(tl.float32)
         if DOT:
-            b_Y = _dot(b_S, b_x, UPCAST)
+            b_Y = _dot(b_S, b_x, EXACT)
             b_o = tl.sum(tl.where((o_x == 0)[None, :], b_Y, 0.0), 1)
             b_e = tl.sum(tl.where((o_x == 1)[None, :], b_Y, 0.0), 1)
         else:
@@ -372,24 +311,4 @@ def read_kernel(
     if n > LIMIT:  # reads the block again, from L2: holding it back would cost every program registers
         p_rk, p_rg = ring_k + i_slot * s_rkn + (i_h // (HV // H)) * s_rkh, ring_g + i_slot * s_rgn + i_h * s_rgh
         p_rw = ring_w + i_slot * s_rwn + i_h * s_rwh
-        _fold(p_S, p_rk, p_rd, p_rw, p_rg, i_head, n, i_v * BV, K, V, R, CHANNEL, UPCAST, BK, BV, BF, BR)
-
-
-@triton.jit
-def fold_kernel(
-    slots, rows, ckpt, ring_k, ring_d, ring_w, ring_g, head,
-    s_cn, s_ch, s_kn, s_kh, s_dn, s_dh, s_wn, s_wh, s_gn, s_gh,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    UPCAST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """Stand-alone fold of the first ``rows[b]`` committed rows. Grid: (B * HV * cdiv(V, BV),)."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    i_v, i_h, i_b = pid % NV, (pid // NV) % HV, pid // (NV * HV)
-    i_slot, n = tl.load(slots + i_b).to(tl.int64), tl.load(rows + i_b)
-    if (i_slot < 0) | (n <= 0):
-        return
-    p_k, p_g = ring_k + i_slot * s_kn + (i_h // (HV // H)) * s_kh, ring_g + i_slot * s_gn + i_h * s_gh
-    p_S, p_d = ckpt + i_slot * s_cn + i_h * s_ch, ring_d + i_slot * s_dn + i_h * s_dh
-    p_w, i_head = ring_w + i_slot * s_wn + i_h * s_wh, tl.load(head + i_slot)
-    _fold(p_S, p_k, p_d, p_w, p_g, i_head, n, i_v * BV, K, V, R, CHANNEL, UPCAST, BK, BV, BF, BR)
+        fold_rows(p_S, p_rk, p_rd, p_rw, p_rg, i_head, n, i_v * BV, K, V, R, CHANNEL, UPCAST, BK, BV, BF, BR)
