@@ -151,9 +151,7 @@ def main() -> None:
     bandwidth = read_bandwidth()
     device, commit = torch.cuda.get_device_name(), subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True)
     print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, read {bandwidth / 1e9:.0f} GB/s")
-    print(
-        f"{'shape':14s} {'dtype':9s} {'mode':9s} {'B':>4s} {'us':>8s} {'x':>6s} {'GB/s':>6s} {'plain us':>9s} {'speedup':>8s}"
-    )
+    print("shape          dtype     mode         B       us      x   GB/s  plain us  speedup")
     shapes = [s for s in SHAPES if s not in ("mamba2 96x80", "gdn 16/32")] if args.quick else list(SHAPES)
     rows = []
     for shape in shapes:

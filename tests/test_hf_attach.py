@@ -176,15 +176,28 @@ def test_another_batch_size(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_forward_that_stopped_halfway() -> None:
+@pytest.mark.parametrize("where", ["in the first layer", "before the last"])
+def test_a_forward_that_stopped_halfway(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = attach(build("qwen3_5"))
     cache = model(IDS).cache
-    hook = model.model.layers[3].register_forward_pre_hook(lambda *args: 1 / 0)
+    if where == "before the last":
+        hook = model.model.layers[3].register_forward_pre_hook(lambda *args: 1 / 0)
+        missing = r"\[3\]"
+    else:
+        monkeypatch.setattr(replayssm.hf.state.ops, "verify", lambda *args, **kwargs: 1 / 0)
+        missing = r"\[0, 1, 3\]"
     with pytest.raises(ZeroDivisionError):
         model(IDS[:, :1], cache=cache)
-    hook.remove()
-    with pytest.raises(RuntimeError, match=r"stopped before the recurrent layers \[3\]"):
-        model(IDS[:, :1], cache=cache)
+    if where == "before the last":
+        hook.remove()
+    monkeypatch.undo()
+    for use in (
+        lambda: model(IDS[:, :1], cache=cache),
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(IDS[0, :1] * 0),
+    ):
+        with pytest.raises(RuntimeError, match=f"stopped before the recurrent layers {missing} were through"):
+            use()
     cache.reset()
     assert torch.equal(model(IDS, cache=cache).logits, model(IDS).logits)
     replayssm.detach(model)

@@ -1,6 +1,7 @@
 """Which code runs a step. Every choice can be asked for by name, and :func:`explain` says why.
 
-A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``; optional packages are imported only
+A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``; optional packages are imported
+only
 when it is asked.
 """
 

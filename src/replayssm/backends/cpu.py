@@ -23,7 +23,7 @@ from torch import Tensor
 from replayssm.layer import LayerState
 
 P = [128, 384, 1, 4096, 1]
-_NAMES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in cpu_rows.py
 
 
 def refuses(layer: LayerState) -> str | None:
@@ -31,7 +31,7 @@ def refuses(layer: LayerState) -> str | None:
     if layer.ckpt.device.type != "cpu":
         return f"the pool is on {layer.ckpt.device}"
     for name, x in layer.tensors.items():
-        if x.dtype not in _NAMES:
+        if x.dtype not in _CODES:
             return f"it computes in float32, and the pool's {name} is {str(x.dtype).removeprefix('torch.')}"
     return _missing()
 
@@ -41,7 +41,7 @@ def verify(
 ) -> None:
     """See :func:`replayssm.ops.verify`."""
     inputs = [_float32(q), _float32(k), _float32(v), _float32(w), _float32(g, dense=layer.recurrence.channel)]
-    target = out if out.dtype in _NAMES and out.stride(-1) == 1 else out.new_empty(out.shape, dtype=torch.float32)
+    target = out if out.dtype in _CODES and out.stride(-1) == 1 else out.new_empty(out.shape, dtype=torch.float32)
     _run(layer, slots, [*inputs, target], v.shape[1], 0, layer.ring.limit)
     if target is not out:
         out.copy_(target)
@@ -66,8 +66,9 @@ def _run(layer: LayerState, slots: Tensor, inputs: list[Tensor], T: int, rows: i
     scratch = torch.empty(threads * floats)
     views = [_view(kernels, x) for x in (layer.ckpt, layer.k, layer.d, layer.w, layer.g, *inputs)]
     call = kernels.Call(
-        0, 0, tasks, max(1, tasks // (16 * threads)), slots.data_ptr(), ring.head.data_ptr(), ring.count.data_ptr(), rows, limit,
-        T, X, H, HV, K, V, ring.R, int(layer.recurrence.channel), block, scratch.data_ptr(), floats, *P, *views,
+        0, 0, tasks, max(1, tasks // (16 * threads)), slots.data_ptr(), ring.head.data_ptr(),
+        ring.count.data_ptr(), rows, limit,
+        T, X, H, HV, K, V, ring.R, int(layer.recurrence.channel), block, scratch.data_ptr(), floats, *views,
     )  # fmt: skip
     _launcher()(kernels.worker(), ctypes.addressof(call), threads)
 
@@ -76,12 +77,12 @@ def _view(kernels: ModuleType, x: Tensor) -> ctypes.Structure:
     """A tensor as the kernel sees it: three leading dimensions by stride, what follows dense."""
     size = x.element_size()
     s0, s1, *rest = x.stride()
-    return kernels.View(x.data_ptr(), getattr(kernels, _NAMES[x.dtype]), s0 * size, s1 * size, rest[0] * size)
+    return kernels.View(x.data_ptr(), _CODES[x.dtype], s0 * size, s1 * size, rest[0] * size)
 
 
 def _float32(x: Tensor, dense: bool = True) -> Tensor:
     """An input that the kernel can load: float64 rounded to float32, a strided last dimension made dense."""
-    x = x if x.dtype in _NAMES else x.float()
+    x = x if x.dtype in _CODES else x.float()
     return x if not dense or x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,7 +1,9 @@
 """Vectors of 16 float32 for numba, at raw addresses: what the CPU kernel computes with.
 
-Loops over numba arrays leave vectorising to LLVM, which for rows of 64 to 256 numbers spends as long on checking whether
-they overlap, and on remainders, as on the numbers. These are LLVM's own vectors instead: one 512-bit register, or two of
+Loops over numba arrays leave vectorising to LLVM, which for rows of 64 to 256 numbers spends as long on checking
+whether
+they overlap, and on remainders, as on the numbers. These are LLVM's own vectors instead: one 512-bit register, or two
+of
 256 bits, or four of 128, as the machine has them.
 """
 
@@ -69,16 +71,18 @@ def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value, flags:
     return b.call(b.module.globals.get(name) or ir.Function(b.module, signature, name), values, fastmath=flags)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 @_inline(types.int64, address)
 def int32(b: ir.IRBuilder, at: ir.Value) -> ir.Value:
+    """The int32 at an address."""
     return b.sext(b.load(_pointer(b, at, _I32)), _I64)
 
 
 @_inline(types.int64, address)
 def int64(b: ir.IRBuilder, at: ir.Value) -> ir.Value:
+    """The int64 at an address."""
     return b.load(_pointer(b, at, _I64))
 
 
@@ -93,15 +97,16 @@ def prefetch(b: ir.IRBuilder, at: ir.Value) -> None:
     """Asks for one cache line, to be read; no address is wrong."""
     signature = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = b.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], signature)
-    b.call(function, [_pointer(b, at, _I8), _I32(0), _I32(int(__import__("os").environ.get("LOC","3"))), _I32(1)])
+    b.call(function, [_pointer(b, at, _I8), _I32(0), _I32(3), _I32(1)])
 
 
 @_inline(types.voidptr, address)
 def pointer(b: ir.IRBuilder, at: ir.Value) -> ir.Value:
+    """An address as a pointer."""
     return _pointer(b, at, _I8)
 
 
-# --- arithmetic --------------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
 @_inline(vector, types.float32)
@@ -113,16 +118,19 @@ def splat(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @_inline(vector, vector, vector)
 def mul(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """x * y."""
     return b.fmul(x, y)
 
 
 @_inline(vector, vector, vector)
 def add(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """x + y."""
     return b.fadd(x, y)
 
 
 @_inline(vector, vector, vector)
 def sub(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """x - y."""
     return b.fsub(x, y)
 
 
@@ -165,13 +173,16 @@ def add_totals(typing: Any, at: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: 
 
 def _halve(b: ir.IRBuilder, x: ir.Value, y: ir.Value, first: list[int], piece: int) -> ir.Value:
     """The lanes ``first`` of x and y joined, plus those ``piece`` further on."""
-    halves = [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(first)), [i + o for i in first])) for o in (0, piece)]
+    halves = [
+        b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(first)), [i + o for i in first])) for o in (0, piece)
+    ]
     return b.fadd(*halves)
 
 
 @_inline(vector, vector)
 def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """exp of numbers <= 0 (-inf too), within 2 units in the last place; 0 below -87.3, where float32 has no normal ones.
+    """exp of numbers <= 0 (-inf too), within 2 units in the last place; 0 below -87.3, where float32 has no normal
+    ones.
 
     exp(x) = 2**n exp(r), |r| <= ln 2 / 2, with the polynomial of Cephes' expf. NaN stays NaN.
     """
@@ -194,7 +205,7 @@ def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return _call(b, "llvm.fmuladd.v16f32", _VECTOR, x, y, z)
 
 
-# --- numbers of any dtype ----------------------------------------------------------------------------------------------
+# --- numbers of any dtype -------------------------------------------------------------------------------------------
 
 
 def _like(x: ir.Value | ir.Type, element: ir.Type) -> ir.Type:
@@ -254,7 +265,10 @@ _HALVES = ir.VectorType(_I16, LANES)
 # 16 numbers, and one
 load, number = _reader(vector, _VECTOR, _same), _reader(types.float32, _F32, _same)
 store, put = _writer(vector, _VECTOR, _same), _writer(types.float32, _F32, _same)
-load_bfloat16, number_bfloat16 = (_reader(vector, _HALVES, _from_bfloat16), _reader(types.float32, _I16, _from_bfloat16))
+load_bfloat16, number_bfloat16 = (
+    _reader(vector, _HALVES, _from_bfloat16),
+    _reader(types.float32, _I16, _from_bfloat16),
+)
 store_bfloat16, put_bfloat16 = _writer(vector, _HALVES, _to_bfloat16), _writer(types.float32, _I16, _to_bfloat16)
 load_float16, number_float16 = _reader(vector, _HALVES, _from_float16), _reader(types.float32, _I16, _from_float16)
 store_float16, put_float16 = _writer(vector, _HALVES, _to_float16), _writer(types.float32, _I16, _to_float16)

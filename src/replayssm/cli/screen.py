@@ -119,8 +119,8 @@ def describe(name: str, checkpoint: Checkpoint) -> str:
     recurrent, attention = (sum(kind == wanted for kind in kinds) for wanted in ("linear_attention", "full_attention"))
     parameters = sum(p.numel() for p in checkpoint.model.parameters())
     return (
-        f"{TITLES[name]} · {checkpoint.config.model_type} · {recurrent} recurrent and {attention} attention layers · "
-        f"{parameters / 1e6:.2f} M parameters"
+        f"{TITLES[name]} · {checkpoint.config.model_type} · {recurrent} recurrent + {attention} attention layers · "
+        f"{parameters / 1e6:.1f} M weights"
     )
 
 
@@ -128,10 +128,10 @@ def verdict(result: Result) -> str:
     """One line on what a model showed."""
     rates = f"{result.tokens_per_s:.0f} tokens/s, stock {result.stock_tokens_per_s:.0f}"
     if result.identical:
-        return f"identical: {result.tokens} tokens, largest difference of a logit {result.difference:.1e} · {rates}"
+        return f"identical: {result.tokens} tokens, logits within {result.difference:.1e} · {rates}"
     return (
         f"DIFFERENT from token {result.divergence} of {result.tokens}: stock scores the two {result.gap:.1e} apart; "
-        f"largest difference of a logit so far {result.difference:.1e} · {rates}"
+        f"logits up to there within {result.difference:.1e} · {rates}"
     )
 
 

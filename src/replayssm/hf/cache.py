@@ -116,9 +116,10 @@ class ReplayCache(DynamicCache):
         )
 
     def check(self, model: PreTrainedModel, B: int) -> None:
-        """Raises ValueError where ``model`` or a batch of ``B`` cannot go on from this cache."""
+        """Raises where a forward of ``model`` with a batch of ``B`` cannot go on from this cache."""
         if self._model != _describe(model):
             raise ValueError(f"ReplayCache: made for {self._model}; got {_describe(model)}")
+        self.recurrent.check_complete()
         self.recurrent.check_batch(B)
 
     # What mixers call.
@@ -205,20 +206,20 @@ class ReplayCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``b`` continues from what was row ``beam_idx[b]``."""
-        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         self.recurrent.select(beam_idx)
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
         if self.recurrent.pool is not None:
             self.recurrent.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+        super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only the sequences ``indices``, integers or a mask."""
-        super().batch_select_indices(indices)
         if self.recurrent.pool is not None:
             self.recurrent.select(torch.arange(self.batch_size)[indices.cpu()])
+        super().batch_select_indices(indices)
 
 
 def _describe(model: PreTrainedModel) -> str:

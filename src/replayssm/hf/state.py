@@ -195,6 +195,7 @@ class RecurrentState:
 
     def check_crop(self, n: int) -> None:
         """Raises ValueError where the last ``n`` tokens cannot be taken back."""
+        self.check_complete()
         if n > self.croppable:
             raise ValueError(
                 f"ReplayCache.crop: {n} tokens to remove, but only the last {self.croppable} of {self.tokens} can "
@@ -216,6 +217,7 @@ class RecurrentState:
 
     def select(self, rows: Tensor) -> None:
         """Row ``b`` becomes a copy of row ``rows[b]``; the batch may grow or shrink."""
+        self.check_complete()
         if self.pool is None:
             return
         src = rows.to(device=self.slots.device, dtype=torch.int32)
@@ -288,6 +290,16 @@ class RecurrentState:
                 "Use a new cache, reset() this one, or batch_repeat_interleave / batch_select_indices"
             )
 
+    def check_complete(self) -> None:
+        """Raises RuntimeError where the last forward was not finished."""
+        step = self.step
+        missing = set(self.layers) - step.done if step is not None and step.tokens else ()
+        if missing:
+            raise RuntimeError(
+                f"ReplayCache: the last forward stopped before the recurrent layers {sorted(missing)} were through, so "
+                "this cache is between two tokens; reset() it or use a new one"
+            )
+
     def _build(self, N: int, device: torch.device) -> None:
         """Empty memory for the layers known so far."""
         with torch.inference_mode(False):
@@ -329,13 +341,7 @@ class RecurrentState:
             self._uncommitted, self._pending = False, 0
 
     def _close(self) -> None:
-        """Ends the last step, if it is complete."""
-        if self.step is None:
-            return
-        missing = set(self.layers) - self.step.done
-        if missing:
-            raise RuntimeError(
-                f"ReplayCache: the last forward stopped before the recurrent layers {sorted(missing)}, so this cache "
-                "is between two tokens; reset() it or use a new one"
-            )
-        self._commit()
+        """Ends the last step."""
+        self.check_complete()
+        if self.step is not None:
+            self._commit()
