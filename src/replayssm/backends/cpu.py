@@ -22,7 +22,8 @@ from torch import Tensor
 
 from replayssm.layer import LayerState
 
-P = [128, 384, 1, 4096, 1]
+_GRAIN = 32768  # numbers of state that are worth a thread, as in torch
+_TURNS = 16  # how often a thread comes back for more: often enough for equal ends, seldom enough for neighbouring heads
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in cpu_rows.py
 
 
@@ -55,29 +56,30 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
 
 def _run(layer: LayerState, slots: Tensor, inputs: list[Tensor], T: int, rows: int, limit: int) -> None:
     """Fills in the kernel's arguments and runs it. inputs: q, k, v, w, g, out, or none of them."""
-    kernels = _kernels()
-    ring, slots = layer.ring, slots.contiguous()
-    H, HV, K, V, X = layer.H, layer.HV, layer.K, layer.V, 2 if layer.recurrence.erase else 1
-    threads = torch.get_num_threads()
-    block = _block(V, slots.numel() * HV, threads, kernels.BLOCK)
-    tasks = slots.numel() * HV * -(-V // block)
-    threads = min(threads, tasks)
+    kernels, ring, slots = _kernels(), layer.ring, slots.contiguous()
+    B, HV, V, K = slots.numel(), *layer.ckpt.shape[1:]
+    X, channel = 2 if layer.recurrence.erase else 1, int(layer.recurrence.channel)
+    threads = min(torch.get_num_threads(), -(-B * HV * V * K // _GRAIN))
+    block = _block(V, B * HV, threads, kernels.BLOCK)
+    tasks = B * HV * -(-V // block)
+    chunk = max(1, tasks // (_TURNS * threads))
     floats = kernels.scratch_floats(T, X, K, ring.R, block)
     scratch = torch.empty(threads * floats)
-    views = [_view(kernels, x) for x in (layer.ckpt, layer.k, layer.d, layer.w, layer.g, *inputs)]
+    tensors = [_view(x) for x in (layer.ckpt, layer.k, layer.d, layer.w, layer.g, *inputs)]
     call = kernels.Call(
-        0, 0, tasks, max(1, tasks // (16 * threads)), slots.data_ptr(), ring.head.data_ptr(),
-        ring.count.data_ptr(), rows, limit,
-        T, X, H, HV, K, V, ring.R, int(layer.recurrence.channel), block, scratch.data_ptr(), floats, *views,
+        0, 0, tasks, chunk, slots.data_ptr(), ring.head.data_ptr(), ring.count.data_ptr(), rows, limit,
+        T, X, layer.H, HV, K, V, ring.R, channel, block, scratch.data_ptr(), floats, *tensors,
     )  # fmt: skip
-    _launcher()(kernels.worker(), ctypes.addressof(call), threads)
+    if threads == 1:
+        _run_threads(kernels.worker(), ctypes.addressof(call), 1)
+    else:
+        _launcher()(kernels.worker(), ctypes.addressof(call), threads)
 
 
-def _view(kernels: ModuleType, x: Tensor) -> ctypes.Structure:
+def _view(x: Tensor) -> tuple[int, ...]:
     """A tensor as the kernel sees it: three leading dimensions by stride, what follows dense."""
-    size = x.element_size()
-    s0, s1, *rest = x.stride()
-    return kernels.View(x.data_ptr(), _CODES[x.dtype], s0 * size, s1 * size, rest[0] * size)
+    size, (s0, s1, s2, *_) = x.element_size(), x.stride()
+    return x.data_ptr(), _CODES[x.dtype], s0 * size, s1 * size, s2 * size
 
 
 def _float32(x: Tensor, dense: bool = True) -> Tensor:

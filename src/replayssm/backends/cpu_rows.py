@@ -1,9 +1,13 @@
-"""Rows of numbers at raw addresses, for cpu_kernels.py: loads and stores in any dtype, and float32 arithmetic.
+"""Rows of numbers at raw addresses, for the CPU kernel: loads and stores in any dtype, and float32 arithmetic.
 
-Rows of scratch are float32 and whole pairs of vectors, with zeros behind the last number.
+Rows of scratch memory are float32 and ``padded`` wide, with zeros behind the last number that was loaded.
 """
 
 from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -16,35 +20,60 @@ ROW = 4 * LANES  # bytes of a vector
 LINE = 64  # bytes of a cache line
 ZERO, ONE = np.float32(0), np.float32(1)
 
+# Divisions do not raise: nobody could catch it. Small functions are inlined, the others are compiled once.
+jit = functools.partial(njit, error_model="numpy")
+jit_inline = functools.partial(njit, error_model="numpy", forceinline=True)
+
 
 def padded(n: int) -> int:
-    """The width of a scratch row of n numbers: whole pairs of vectors."""
-    return (n + 2 * LANES - 1) // (2 * LANES) * (2 * LANES)
+    """The width of a scratch row of n numbers: whole groups of four vectors, the most that loops take at a time."""
+    return (n + 4 * LANES - 1) // (4 * LANES) * (4 * LANES)
 
 
-padded_ = njit(error_model="numpy")(padded)
+padded_ = jit_inline()(padded)
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def size_of(dtype):
     """Bytes of a number."""
     return 4 if dtype == FLOAT32 else 2
 
 
-@njit(error_model="numpy")
-def at_(view, i, j, k, offset):
+@jit_inline()
+def at(view, i, j, k, offset):
     """Address of the number ``offset`` after [i, j, k]."""
     return view.address + i * view.s0 + j * view.s1 + k * view.s2 + offset * size_of(view.dtype)
 
 
-@njit(error_model="numpy")
-def ring_row(x, stride, first, i, R):
-    """Address of row i, counted from ``first`` on, of a ring of R rows."""
-    row = first + i
-    return x + stride * (row - R if row >= R else row)
+class View(ctypes.Structure):
+    """A tensor: address, dtype code, and byte strides of up to three leading dimensions; what follows them is dense."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("address", "dtype", "s0", "s1", "s2")]
 
 
-@njit(error_model="numpy")
+class Rows(NamedTuple):
+    """Rows at equal distances in memory, counted from ``first`` on and around the end of R of them: a ring's, or those
+    of a scratch matrix, where first is 0. base: address of row 0. stride: bytes from row to row."""
+
+    base: int
+    stride: int
+    first: int
+    R: int
+
+
+@jit_inline()
+def wrapped(row, R):
+    """A ring row below 2 * R, taken modulo R."""
+    return row - R if row >= R else row
+
+
+@jit_inline()
+def row_of(rows, i):
+    """Address of row i."""
+    return rows.base + rows.stride * wrapped(rows.first + i, rows.R)
+
+
+@jit_inline()
 def prefetch(at, lines):
     """Asks for cache lines from an address on; returns the address behind them."""
     for i in range(lines):
@@ -52,7 +81,7 @@ def prefetch(at, lines):
     return at + lines * LINE
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def number(at, dtype):
     """The number at an address, as float32."""
     if dtype == FLOAT32:
@@ -60,7 +89,7 @@ def number(at, dtype):
     return vec.number_bfloat16(at) if dtype == BFLOAT16 else vec.number_float16(at)
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def put(at, dtype, x):
     """Writes a float32 to an address, rounded to the dtype."""
     if dtype == FLOAT32:
@@ -71,14 +100,14 @@ def put(at, dtype, x):
         vec.put_float16(at, x)
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def fill(y, value, width):
     """y = value."""
     for i in range(0, 4 * width, ROW):
         vec.store(y + i, vec.splat(value))
 
 
-@njit(error_model="numpy")
+@jit()
 def get_row(y, at, dtype, n):
     """Scratch row y = the n numbers at an address."""
     whole = n - n % LANES
@@ -91,13 +120,12 @@ def get_row(y, at, dtype, n):
     else:
         for i in range(0, whole, LANES):
             vec.store(y + 4 * i, vec.load_float16(at + 2 * i))
-    if whole < padded_(n):
-        fill(y + 4 * whole, ZERO, padded_(n) - whole)
-        for i in range(whole, n):
-            vec.put(y + 4 * i, number(at + i * size_of(dtype), dtype))
+    fill(y + 4 * whole, ZERO, padded_(n) - whole)
+    for i in range(whole, n):
+        vec.put(y + 4 * i, number(at + i * size_of(dtype), dtype))
 
 
-@njit(error_model="numpy")
+@jit()
 def put_row(at, dtype, x, n):
     """Writes the n numbers of scratch row x, rounded to nearest even."""
     whole = n - n % LANES
@@ -114,45 +142,44 @@ def put_row(at, dtype, x, n):
         put(at + i * size_of(dtype), dtype, vec.number(x + 4 * i))
 
 
-@njit(error_model="numpy")
-def get_decay(y, view, i, j, k, channel, K):
-    """The log-decay [i, j, k] as a scratch row: K numbers (channel = 1), or one vector of the same number."""
-    at = at_(view, i, j, k, 0)
+@jit()
+def get_decay(y, at, dtype, channel, K):
+    """A log-decay as a scratch row: K numbers (channel = 1), or one vector of the same number."""
     if channel:
-        get_row(y, at, view.dtype, K)
+        get_row(y, at, dtype, K)
     else:
-        vec.store(y, vec.splat(number(at, view.dtype)))
+        vec.store(y, vec.splat(number(at, dtype)))
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def add(y, x, width):
     """y += x."""
     for i in range(0, 4 * width, ROW):
         vec.store(y + i, vec.add(vec.load(y + i), vec.load(x + i)))
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def sub(y, x, width):
     """y -= x."""
     for i in range(0, 4 * width, ROW):
         vec.store(y + i, vec.sub(vec.load(y + i), vec.load(x + i)))
 
 
-@njit(error_model="numpy")
+@jit()
 def exp(y, x, width):
     """y = exp(x)."""
     for i in range(0, 4 * width, ROW):
         vec.store(y + i, vec.exp(vec.load(x + i)))
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def decay(y, x, e, channel, width):
     """y = x * e; e has a number for each of x's (channel = 1), or is one vector of the same number (channel = 0)."""
     for i in range(0, 4 * width, ROW):
         vec.store(y + i, vec.mul(vec.load(x + i), vec.load(e + i * channel)))
 
 
-@njit(error_model="numpy")
+@jit()
 def decay_key(y, x, sums, g, width):
     """y = x * exp(sums), then sums += g."""
     for i in range(0, 4 * width, ROW):
@@ -161,7 +188,7 @@ def decay_key(y, x, sums, g, width):
         vec.store(sums + i, vec.add(sums_i, vec.load(g + i)))
 
 
-@njit(error_model="numpy")
+@jit_inline()
 def dot(x, y, width):
     """x . y."""
     a = vec.splat(ZERO)
@@ -170,13 +197,17 @@ def dot(x, y, width):
     return vec.total(a)
 
 
-@njit(error_model="numpy")
-def add_rows(y, sign, scores, x, stride, first, n, R, width):
-    """y += sign * sum over n rows of scores[i] * x[i], rows of a ring."""
-    for c in range(0, 4 * width, 2 * ROW):
-        a, b = vec.load(y + c), vec.load(y + c + ROW)
+@jit()
+def add_rows(y, sign, scores, rows, n, width):
+    """y += sign * sum over the first n of ``rows`` of scores[i] * row i."""
+    for c in range(0, 4 * width, 4 * ROW):
+        at = y + c
+        a0, a1, a2, a3 = vec.load(at), vec.load(at + ROW), vec.load(at + 2 * ROW), vec.load(at + 3 * ROW)
         for i in range(n):
-            score, at = vec.splat(sign * vec.number(scores + 4 * i)), ring_row(x, stride, first, i, R) + c
-            a, b = vec.muladd(score, vec.load(at), a), vec.muladd(score, vec.load(at + ROW), b)
-        vec.store(y + c, a)
-        vec.store(y + c + ROW, b)
+            score, row = vec.splat(sign * vec.number(scores + 4 * i)), row_of(rows, i) + c
+            a0, a1 = vec.muladd(score, vec.load(row), a0), vec.muladd(score, vec.load(row + ROW), a1)
+            a2, a3 = vec.muladd(score, vec.load(row + 2 * ROW), a2), vec.muladd(score, vec.load(row + 3 * ROW), a3)
+        vec.store(at, a0)
+        vec.store(at + ROW, a1)
+        vec.store(at + 2 * ROW, a2)
+        vec.store(at + 3 * ROW, a3)

@@ -1,10 +1,8 @@
-"""Vectors of 16 float32 for numba, at raw addresses: what the CPU kernel computes with.
+"""Vectors of float32 for numba, at raw addresses: what the CPU kernel computes with.
 
 Loops over numba arrays leave vectorising to LLVM, which for rows of 64 to 256 numbers spends as long on checking
-whether
-they overlap, and on remainders, as on the numbers. These are LLVM's own vectors instead: one 512-bit register, or two
-of
-256 bits, or four of 128, as the machine has them.
+whether they overlap, and on remainders, as on the numbers. These are LLVM's own vectors instead: one 512-bit register,
+one of 256 bits or two of 128, as the machine has them.
 """
 
 from __future__ import annotations
@@ -12,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-LANES = 16
+
+def _has_512_bits() -> bool:
+    try:
+        return bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
+    except RuntimeError:  # LLVM does not know how to ask this machine
+        return False
+
+
+LANES = 16 if _has_512_bits() else 8
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
-_VECTOR = ir.VectorType(_F32, LANES)
+_VECTOR, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I16, LANES)
 _ANY_ALIGNMENT = 2  # bytes that addresses are known to be a multiple of, whatever a tensor's strides are
 
 
 class _VectorType(types.Type):
     def __init__(self) -> None:
-        super().__init__("float32x16")
+        super().__init__(f"float32x{LANES}")
 
 
 @register_model(_VectorType)
@@ -71,7 +78,7 @@ def _call(b: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value, flags:
     return b.call(b.module.globals.get(name) or ir.Function(b.module, signature, name), values, fastmath=flags)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- integers and addresses ------------------------------------------------------------------------------------------
 
 
 @_inline(types.int64, address)
@@ -106,12 +113,12 @@ def pointer(b: ir.IRBuilder, at: ir.Value) -> ir.Value:
     return _pointer(b, at, _I8)
 
 
-# --- arithmetic -----------------------------------------------------------------------------------------------------
+# --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 @_inline(vector, types.float32)
 def splat(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """16 times the same number."""
+    """The same number in all lanes."""
     one = b.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, _I32(0))
     return b.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), _all(_I32, 0))
 
@@ -142,8 +149,8 @@ def muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
 
 @_inline(types.float32, vector)
 def total(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Sum of the 16 numbers, pairwise."""
-    return _call(b, "llvm.vector.reduce.fadd.v16f32", _F32, _F32(-0.0), x, flags=("reassoc",))
+    """Sum of the lanes, pairwise."""
+    return _call(b, f"llvm.vector.reduce.fadd.v{LANES}f32", _F32, _F32(-0.0), x, flags=("reassoc",))
 
 
 @intrinsic
@@ -161,9 +168,8 @@ def add_totals(typing: Any, at: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: 
             first = [lane + i for lane in range(0, 2 * LANES, 2 * piece) for i in range(piece)]
             parts = [_halve(b, x, y, first, piece) for x, y in zip(parts[::2], parts[1::2], strict=True)]
         sums = parts[0]
-        while piece > 1:
-            piece //= 2
-            sums = _halve(b, sums, ir.Constant(sums.type, ir.Undefined), list(range(0, 2 * piece * 8, 2)), piece)
+        if piece == 2:
+            sums = _halve(b, sums, ir.Constant(sums.type, ir.Undefined), list(range(0, LANES, 2)), 1)
         place = _pointer(b, at, sums.type)
         b.store(b.fadd(b.load(place, align=_ANY_ALIGNMENT), sums), place, align=_ANY_ALIGNMENT)
         return context.get_dummy_value()
@@ -173,16 +179,13 @@ def add_totals(typing: Any, at: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: 
 
 def _halve(b: ir.IRBuilder, x: ir.Value, y: ir.Value, first: list[int], piece: int) -> ir.Value:
     """The lanes ``first`` of x and y joined, plus those ``piece`` further on."""
-    halves = [
-        b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, len(first)), [i + o for i in first])) for o in (0, piece)
-    ]
-    return b.fadd(*halves)
+    mask = ir.VectorType(_I32, len(first))
+    return b.fadd(*(b.shuffle_vector(x, y, ir.Constant(mask, [i + o for i in first])) for o in (0, piece)))
 
 
 @_inline(vector, vector)
 def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """exp of numbers <= 0 (-inf too), within 2 units in the last place; 0 below -87.3, where float32 has no normal
-    ones.
+    """exp of numbers <= 0 (-inf too) within 2 units in the last place; 0 below -87.3, where float32 has no normal ones.
 
     exp(x) = 2**n exp(r), |r| <= ln 2 / 2, with the polynomial of Cephes' expf. NaN stays NaN.
     """
@@ -202,19 +205,23 @@ def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _muladd(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    return _call(b, "llvm.fmuladd.v16f32", _VECTOR, x, y, z)
+    return _call(b, f"llvm.fmuladd.v{LANES}f32", _VECTOR, x, y, z)
 
 
-# --- numbers of any dtype -------------------------------------------------------------------------------------------
+# --- numbers of any dtype --------------------------------------------------------------------------------------------
 
 
-def _like(x: ir.Value | ir.Type, element: ir.Type) -> ir.Type:
-    """``element``, or a vector of it where x is (of) a vector."""
-    return ir.VectorType(element, LANES) if isinstance(getattr(x, "type", x), ir.VectorType) else element
+def _like(x: ir.Value, element: ir.Type) -> ir.Type:
+    """``element``, or a vector of it where x is a vector."""
+    return ir.VectorType(element, LANES) if isinstance(x.type, ir.VectorType) else element
 
 
 def _constant(kind: ir.Type, number: int) -> ir.Constant:
     return ir.Constant(kind, [number] * LANES if isinstance(kind, ir.VectorType) else number)
+
+
+def _same(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return x
 
 
 def _from_bfloat16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -256,19 +263,11 @@ def _writer(argument: Any, memory: ir.Type, encode: Callable[..., ir.Value]) -> 
     return write
 
 
-def _same(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    return x
-
-
-_HALVES = ir.VectorType(_I16, LANES)
-
-# 16 numbers, and one
+# A vector of numbers, and one.
 load, number = _reader(vector, _VECTOR, _same), _reader(types.float32, _F32, _same)
 store, put = _writer(vector, _VECTOR, _same), _writer(types.float32, _F32, _same)
-load_bfloat16, number_bfloat16 = (
-    _reader(vector, _HALVES, _from_bfloat16),
-    _reader(types.float32, _I16, _from_bfloat16),
-)
+load_bfloat16 = _reader(vector, _HALVES, _from_bfloat16)
+number_bfloat16 = _reader(types.float32, _I16, _from_bfloat16)
 store_bfloat16, put_bfloat16 = _writer(vector, _HALVES, _to_bfloat16), _writer(types.float32, _I16, _to_bfloat16)
 load_float16, number_float16 = _reader(vector, _HALVES, _from_float16), _reader(types.float32, _I16, _from_float16)
 store_float16, put_float16 = _writer(vector, _HALVES, _to_float16), _writer(types.float32, _I16, _to_float16)
