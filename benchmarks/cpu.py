@@ -1,7 +1,8 @@
 """One decode step on the CPU against the machine's own read bandwidth. ``python benchmarks/cpu.py [--json out.json]``
 
 Checkpoints of 128 MiB in float32. A line a variant: milliseconds a step, the median over full fold cycles; checkpoint
-bytes a second; their share of the bandwidth that a plain parallel sum over as many bytes reaches in the same run.
+bytes a second; their share of the bandwidth that ``torch.sum`` over as many bytes reaches. The two are timed in turns,
+a step and a sum, since on a shared machine bandwidth drifts by the second.
 Nothing is timed before it agrees with the float64 oracle. ``stock`` is the function that transformers calls, with the
 copy into its cache.
 """
@@ -19,7 +20,8 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
 
 import torch
 
@@ -43,19 +45,32 @@ STOCK = {
 }
 
 
-def bandwidth(repeats: int = 15) -> float:
-    """Bytes a second of ``torch.sum`` over 128 MiB, on all of torch's threads."""
-    x = torch.ones(128 * MIB // 4)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        x.sum()
-        times.append(time.perf_counter() - start)
-    return 128 * MIB / median(times)
+class Times(NamedTuple):
+    """Seconds of steps, and of as many sums over 128 MiB on all of torch's threads, one after each."""
+
+    steps: list[float]
+    sums: list[float]
+
+    def per_cycle(self, cycle: int = 16) -> tuple[float, float]:
+        """Medians over full fold cycles (in which one step may be the expensive one) of the mean step, and of its share
+        of the bandwidth."""
+        starts = range(0, max(1, len(self.steps) - cycle + 1), cycle)
+        steps, sums = ([fmean(x[i : i + cycle]) for i in starts] for x in self)
+        return median(steps), median(read / took for read, took in zip(sums, steps, strict=True))
 
 
-def replay(name: str, fold_every: int, backend: str, steps: int, staggered: bool) -> list[float]:
-    """Seconds of each of ``steps`` steps, commits not counted (one serves all layers of a model)."""
+BYTES = torch.ones(128 * MIB // 4)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def replay(name: str, fold_every: int, backend: str, steps: int, staggered: bool) -> Times:
+    """``steps`` steps, commits not counted (one serves all layers of a model)."""
     recurrence, B, H, HV, K, V = SHAPES[name]
     pool = StatePool(B, fold_every=fold_every, backend=backend, width=1)
     layer = pool.add_layer(LayerSpec(recurrence, H, HV, K, V))
@@ -63,7 +78,7 @@ def replay(name: str, fold_every: int, backend: str, steps: int, staggered: bool
     layer.ckpt.normal_(generator=rng)
     inputs = make_inputs(recurrence, B, 1, H, HV, K, V, torch.float32, rng)
     out, run = torch.empty_like(inputs.v), load(backend)
-    times = []
+    times = Times([], [])
     for step in range(steps + fold_every):
         if staggered and step < fold_every - 1:  # the first cycle spreads the rows over it
             mine = slots[torch.arange(B) % fold_every > step]
@@ -71,23 +86,21 @@ def replay(name: str, fold_every: int, backend: str, steps: int, staggered: bool
             run.verify(layer, *part, mine, out[: mine.numel()])
             pool.commit(mine, 1)
             continue
-        start = time.perf_counter()
-        run.verify(layer, *inputs, slots, out)
-        took = time.perf_counter() - start
+        took = timed(partial(run.verify, layer, *inputs, slots, out))
         pool.commit(slots, 1)
         if step >= fold_every:
-            times.append(took)
+            times.steps.append(took)
+            times.sums.append(timed(BYTES.sum))
     return times
 
 
-def stock(name: str, steps: int) -> list[float]:
-    """Seconds a step of transformers' own function on the same shapes."""
+def stock(name: str, steps: int) -> Times:
+    """Steps of transformers' own function on the same shapes."""
     recurrence, B, H, HV, K, V = SHAPES[name]
     module, function = STOCK[name]
     step = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), function)
     rng = torch.Generator().manual_seed(0)
     q, k, v, w, g = make_inputs(recurrence, B, 1, H, HV, K, V, torch.float32, rng)
-    times = []
     if name == "mamba2":
         state = torch.randn(B, HV, V, K, generator=rng)
         A = -torch.rand(HV, generator=rng)[:, None, None].expand(HV, V, K)
@@ -102,11 +115,9 @@ def stock(name: str, steps: int) -> list[float]:
             _, state = step(q, k, v, g=g, beta=w, initial_state=cache, output_final_state=True)
             return cache.copy_(state)
 
-    for _ in range(steps + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return times[1:]
+    run()
+    pairs = [(timed(run), timed(BYTES.sum)) for _ in range(steps)]
+    return Times([step for step, _ in pairs], [read for _, read in pairs])
 
 
 def main() -> None:
@@ -119,7 +130,7 @@ def main() -> None:
             row = check_backend(backend, recurrence)
             if row.skipped or not row.ok:
                 sys.exit(f"refusing to time a backend that is wrong or not there: {row}")
-    rows, first = [], bandwidth()
+    rows, first = [], 128 * MIB / median(timed(BYTES.sum) for _ in range(15))
     print(f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, read {first / 1e9:.1f} GB/s")
     print(f"{'recurrence':10s} {'variant':34s} {'ms':>8s} {'GB/s':>6s} {'share':>6s}")
     for name in SHAPES:
@@ -134,15 +145,12 @@ def main() -> None:
             variants.append((label, partial(replay, name, fold_every, backend, steps, staggered)))
         variants.append(("stock transformers", partial(stock, name, 3)))
         for label, run in variants:
-            read = bandwidth()  # beside each variant: shared machines drift
             times = run()
-            # All at once, one step in 16 is the expensive one: the mean over cycles says what a step costs.
-            cycles = [times[i : i + 16] for i in range(0, len(times) - 15, 16)] or [times]
-            took = median(sum(c) / len(c) for c in cycles)
-            share = 128 * MIB / took / read
+            took, share = times.per_cycle()
             row = {
                 "recurrence": name, "variant": label, "ms": took * 1e3, "gbps": 128 * MIB / took / 1e9, "share": share,
-                "no_fold_ms": median(sorted(times)[: max(1, len(times) // 2)]) * 1e3, "read_gbps": read / 1e9,
+                "no_fold_ms": median(sorted(times.steps)[: max(1, len(times.steps) // 2)]) * 1e3,
+                "read_gbps": 128 * MIB / median(times.sums) / 1e9,
             }  # fmt: skip
             rows.append(row)
             print(f"{name:10s} {label:34s} {took * 1e3:8.2f} {row['gbps']:6.1f} {share:6.0%}", flush=True)
