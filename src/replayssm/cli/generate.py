@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,7 @@ def run(args: argparse.Namespace) -> int:
     check_backend(args.backend)
     prompt = _prompt(args.prompt)
 
-    import torch
-
     from replayssm.cli.checkpoint import check_device, load
-    from replayssm.cli.stream import TextStream, sampling
 
     device = check_device(args.device)
     checkpoint = load(args.model, dtype=args.dtype, device=device, replay=not args.no_replay)
@@ -52,8 +50,16 @@ def run(args: argparse.Namespace) -> int:
     if not ids:
         raise UsageError("the prompt has no tokens")
     model = checkpoint.model
-    if not args.no_replay:
-        _attach(model, args)
+    with contextlib.nullcontext() if args.no_replay else _attached(model, args):
+        return _generate(checkpoint, ids, device, args)
+
+
+def _generate(checkpoint: Any, ids: list[int], device: Any, args: argparse.Namespace) -> int:
+    import torch
+
+    from replayssm.cli.stream import TextStream, sampling
+
+    model = checkpoint.model
     stream = TextStream(checkpoint.decode, _write, _counter(args.max_new_tokens))
     torch.manual_seed(args.seed)
     begin = time.perf_counter()
@@ -82,13 +88,18 @@ def _prompt(text: str) -> str:
     return check_prompt(text)
 
 
-def _attach(model: Any, args: argparse.Namespace) -> None:
+@contextlib.contextmanager
+def _attached(model: Any, args: argparse.Namespace) -> Iterator[None]:
     import replayssm
 
     try:
         replayssm.attach(model, fold_every=args.fold_every, backend=args.backend)
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
+    try:
+        yield
+    finally:
+        replayssm.detach(model)
 
 
 def _write(text: str) -> None:
