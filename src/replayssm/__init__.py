@@ -12,20 +12,22 @@ from replayssm.ops import commit, copy, decode, fold, reset, rewind, seed, verif
 from replayssm.pool import StatePool
 from replayssm.recurrence import GDN, KDA, MAMBA2, Recurrence, recurrence
 from replayssm.ring import Ring
+from replayssm.speculative import Sampling
 
 if TYPE_CHECKING:
-    from replayssm.hf import ReplayCache, attach, detach
+    from replayssm.hf import ReplayCache, attach, detach, generate
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GDN", "KDA", "MAMBA2", "LayerSpec", "LayerState", "Recurrence", "ReplayCache", "Ring", "StatePool", "attach",
-    "commit", "copy", "decode", "detach", "fold", "recurrence", "reset", "rewind", "seed", "verify",
+    "GDN", "KDA", "MAMBA2", "LayerSpec", "LayerState", "Recurrence", "ReplayCache", "Ring", "Sampling", "StatePool",
+    "attach", "commit", "copy", "decode", "detach", "fold", "generate", "recurrence", "reset", "rewind", "seed",
+    "verify",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ReplayCache", "attach", "detach"):
+    if name in ("ReplayCache", "attach", "detach", "generate"):
         from replayssm import hf
 
         return getattr(hf, name)

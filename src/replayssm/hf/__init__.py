@@ -16,10 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 from replayssm.backends import names
 from replayssm.hf import dispatch
 from replayssm.hf.cache import ReplayCache
+from replayssm.hf.generation import Generation, generate
 from replayssm.hf.models import SUPPORTED, ModelType, lookup
-from replayssm.hf.state import Options
+from replayssm.hf.options import Options
 
-__all__ = ["SUPPORTED", "ReplayCache", "attach", "detach", "explain"]
+__all__ = ["SUPPORTED", "Generation", "ReplayCache", "attach", "detach", "explain", "generate"]
 
 _log = logging.getLogger("replayssm")
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")

@@ -69,12 +69,15 @@ class ReplayCache(DynamicCache):
                     raise ValueError(f"ReplayCache: unsupported cache layer {i}, {type(layer).__name__}")
                 self.layers[i] = kinds[type(layer)](layer.number_of_states)
                 recurrent.append(i)
-        self.recurrent = RecurrentState(recurrent, attachment.options, attachment.dt_limits)
+        self.recurrent = self._make_state(recurrent, attachment)
         self._handles = {i: Handle(self.recurrent, i) for i in recurrent}
         self._model = _describe(model)
         # Without attention, `generate` takes a cache to be one that knows no length, and feeds it the prompt again.
         self._counts = len(recurrent) == len(self.layers)
         self._report: dict[str, str] | None = attachment.report  # until all layers have run
+
+    def _make_state(self, layers: list[int], attachment: Any) -> RecurrentState:
+        return RecurrentState(layers, attachment.options, attachment.dt_limits)
 
     def __repr__(self) -> str:
         pool = self.recurrent.pool

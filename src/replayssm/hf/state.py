@@ -16,33 +16,13 @@ import torch
 from torch import Tensor
 
 from replayssm import ops
+from replayssm.hf.options import Options
 from replayssm.hf.window import Window
-from replayssm.layer import FLOATS, LayerSpec, LayerState
+from replayssm.layer import LayerSpec, LayerState
 from replayssm.pool import StatePool
 
 DRAFT_WINDOW = 24
 """The window where none was asked for and the cache has to record: generate's default of 20 drafts fits."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What :func:`replayssm.attach` was called with; see there."""
-
-    fold_every: int = 16
-    window: int | None = None
-    state_dtype: torch.dtype = torch.float32
-    backend: str = "auto"
-    exact_dt_limit: bool = False
-
-    def __post_init__(self) -> None:
-        if self.fold_every < 1 or (self.window is not None and self.window < 1):
-            raise ValueError(
-                f"attach: fold_every and window must be at least 1; got fold_every={self.fold_every}, "
-                f"window={self.window}"
-            )
-        if self.state_dtype not in FLOATS:
-            valid = ", ".join(str(t) for t in FLOATS)
-            raise ValueError(f"attach: state_dtype must be one of {valid}; got {self.state_dtype}")
 
 
 @dataclass
@@ -106,7 +86,7 @@ class RecurrentState:
         window = self.convs.get((layer, index))
         if window is None:
             past = kernel - 1 if index == 0 else kernel  # a mixer's own convolution has no use for the oldest
-            window = self.convs[layer, index] = Window(x.shape[0], rows.shape[1], past, self.keep, x.dtype, x.device)
+            window = self.convs[layer, index] = self._window(rows, past)
         if step.first:
             window.append(rows)
             return x
@@ -141,8 +121,18 @@ class RecurrentState:
             if step.tokens != T:
                 raise RuntimeError(f"ReplayCache: layer {layer} got {T} tokens in a forward of {step.tokens}")
             return step
-        pool = self._ensure(B, device)
-        ring = pool.ring
+        self._ensure(B, device)
+        self._open(step, T)
+        self.tokens += T
+        return step
+
+    def _window(self, x: Tensor, past: int) -> Window:
+        """For a convolution's inputs ``x [B, channels, T]``, ``past`` of which a step reads before its own."""
+        return Window(x.shape[0], x.shape[1], past, self.keep, x.dtype, x.device)
+
+    def _open(self, step: Step, T: int) -> None:
+        """How a step of ``T`` tokens goes; folds for it."""
+        ring = self._pool.ring
         replay = T == 1 or (ring.most >= T and not step.first)
         step.tokens, step.replayed = T, T if replay else min(self.keep, T)
         if step.replayed < T or ring.window < T:
@@ -151,9 +141,7 @@ class RecurrentState:
         elif 0 < self.keep <= ring.limit and self._due:  # rather than the fold of all rows
             self._fold(self._committed - self.keep)
         self._uncommitted, self._pending = step.replayed > 0, step.replayed
-        self.tokens += T
         self._back = min(self._back + T, self._cap)
-        return step
 
     def layer(self, layer: int, spec: LayerSpec) -> LayerState:
         """The layer's memory, allocated at its first call."""
@@ -262,9 +250,14 @@ class RecurrentState:
     def _cap(self) -> float:
         return min((window.spare for window in self.convs.values()), default=float("inf"))
 
+    @property
+    def _wanted(self) -> int:
+        """How many of the last tokens are to be kept from now on."""
+        return self.options.window or (self.draft_window if self.recording else 0)
+
     def _ensure(self, B: int, device: torch.device) -> StatePool:
         """The pool, built for ``B`` rows at the first call, and with a window that suits recording."""
-        keep = self.options.window or (self.draft_window if self.recording else 0)
+        keep = self._wanted
         if self.pool is None or (self.pool.N != B and self.tokens == 0):
             self.keep = keep
             self._build(B, device)

@@ -1,0 +1,220 @@
+"""``replayssm.generate``: speculative decoding of a batch whose rows accept their own numbers of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from replayssm.hf.drafters import DraftModel
+from replayssm.hf.runner import Runner
+from replayssm.speculative import Draft, Drafter, DraftLength, EarlierOutputs, PromptLookup, Sampling, judge
+
+MOST = 8
+"""Drafts a step where their number is chosen automatically."""
+
+
+@dataclass
+class Generation:
+    """sequences: int64 ``[B, prompt + the longest row's new tokens]``, padded on the right. new_tokens: of each row.
+    steps: forwards of the model after the prompt's. drafted, accepted: drafts of all rows that were verified, and of
+    these the ones accepted; row_steps: forwards times the rows that were not through."""
+
+    sequences: Tensor
+    new_tokens: list[int]
+    steps: int = 0
+    row_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafts that was accepted; 0 where there were none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens that a forward gave a row, drafts and the one that follows them."""
+        return 1 + self.accepted / self.row_steps if self.row_steps else 1.0
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = 128,
+    draft: str | Drafter | PreTrainedModel | None = "prompt-lookup",
+    draft_tokens: int | Literal["auto"] = "auto",
+    sampling: Sampling | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+) -> Generation:
+    """Continues a batch of prompts, verifying several drafted tokens of each row in one forward of ``model``.
+
+    The tokens are those of decoding without drafts: greedy, the same ones, as far as the logits of a verification are
+    those of single steps (in float32, rounding apart); sampled, tokens of the same distribution.
+
+    model: attached (:func:`replayssm.attach`), or one with attention only. input_ids: int64 ``[B, T]``; attention_mask:
+    ``[B, T]``, zeros for padding, on the left. draft: ``"prompt-lookup"``, ``"earlier-outputs"``, a model with the same
+    vocabulary, any :class:`replayssm.speculative.Drafter`, or None for plain decoding. draft_tokens: how many a step;
+    ``"auto"`` follows each row's acceptance, up to 8. sampling: greedy by default. eos_token_id: ends a row; None: the
+    model's own, an empty sequence: none. on_tokens: called with a row's number and its new tokens, step by step.
+    Raises ValueError for arguments out of range, prompts padded elsewhere or not at all filled.
+    """
+    run = _Run(model, input_ids, attention_mask, max_new_tokens, sampling or Sampling(), on_tokens)
+    run.ends = _ends(model, eos_token_id)
+    most = MOST if draft_tokens == "auto" else draft_tokens
+    if not isinstance(most, int) or most < 1:
+        raise ValueError(f"generate: draft_tokens must be 'auto' or at least 1; got {draft_tokens!r}")
+    drafter = _drafter(model, draft, most)
+    most = 0 if drafter is None else most
+    run.lengths = [DraftLength(most, fixed=draft_tokens != "auto") for _ in run.texts]
+    if drafter is None:
+        return run.all(_NoDrafts(), 1)
+    drafter.select([])  # whatever an interrupted call has left there
+    try:
+        return run.all(drafter, most + 1)
+    finally:
+        drafter.select([])
+
+
+@dataclass
+class _Run:
+    """One call of :func:`generate`. texts: of all rows; live: which of them go on, in the runner's order."""
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    max_new_tokens: int
+    sampling: Sampling
+    on_tokens: Callable[[int, list[int]], None] | None
+    ends: frozenset[int] = frozenset()
+    lengths: list[DraftLength] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"generate: max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        self.texts = _prompts(self.input_ids, self.attention_mask)
+        self.prompts = [len(text) for text in self.texts]
+        self.live = list(range(len(self.texts)))
+        self.result = Generation(self.input_ids, [])
+
+    def all(self, drafter: Drafter, window: int) -> Generation:
+        """To the end of all rows."""
+        runner = Runner(self.model, window)
+        token = self.sampling.pick(runner.prefill(self.texts))
+        self._append([[t] for t in token.tolist()], runner, drafter)
+        while self.live:
+            self._step(runner, drafter)
+        return self._finish()
+
+    def _step(self, runner: Runner, drafter: Drafter) -> None:
+        result, texts = self.result, [self.texts[i] for i in self.live]
+        left = [self.max_new_tokens - (len(self.texts[i]) - self.prompts[i]) for i in self.live]
+        most = [min(self.lengths[i].next(), n - 1) for i, n in zip(self.live, left, strict=True)]
+        draft = _cut(drafter.propose(texts, most, self.sampling), most)
+        last = torch.tensor([text[-1:] for text in texts], device=draft.tokens.device)
+        logits = runner.step(torch.cat([last, draft.tokens], 1))
+        verdict = judge(draft, logits, self.sampling)
+        accepted, drafts, nexts = verdict.accepted.tolist(), draft.tokens.tolist(), verdict.token.tolist()
+        runner.take_back([draft.tokens.shape[1] - n for n in accepted])
+        result.steps += 1
+        result.row_steps += len(texts)
+        for i, drafted, n in zip(self.live, draft.lengths.tolist(), accepted, strict=True):
+            self.lengths[i].learn(drafted, n)
+            result.drafted += drafted
+            result.accepted += n
+        self._append([[*row[:n], t] for row, n, t in zip(drafts, accepted, nexts, strict=True)], runner, drafter)
+
+    def _append(self, new: list[list[int]], runner: Runner, drafter: Drafter) -> None:
+        """The live rows' new tokens; lets the rows go that end with them."""
+        stay = []
+        for at, (i, tokens) in enumerate(zip(self.live, new, strict=True)):
+            end = next((n + 1 for n, token in enumerate(tokens) if token in self.ends), None)
+            tokens = tokens[:end]
+            self.texts[i] += tokens
+            if self.on_tokens is not None:
+                self.on_tokens(i, tokens)
+            if end is None and len(self.texts[i]) - self.prompts[i] < self.max_new_tokens:
+                stay.append(at)
+        if 0 < len(stay) < len(self.live):
+            runner.select(stay)
+            drafter.select(stay)
+        self.live = [self.live[at] for at in stay]
+
+    def _finish(self) -> Generation:
+        new = [text[n:] for text, n in zip(self.texts, self.prompts, strict=True)]
+        longest = max(map(len, new))
+        pad = _config(self.model, "pad_token_id")
+        pad = 0 if pad is None else pad
+        padded = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=self.input_ids.device)
+        self.result.sequences = torch.cat([self.input_ids, padded], 1)
+        self.result.new_tokens = [len(row) for row in new]
+        return self.result
+
+
+class _NoDrafts:
+    """A drafter for plain decoding."""
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+        return Draft.of([[] for _ in texts])
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
+def _cut(draft: Draft, most: Sequence[int]) -> Draft:
+    """Only as many drafts as were asked for, and no column without any."""
+    lengths = torch.minimum(draft.lengths.cpu(), torch.tensor(most))
+    D = int(lengths.max())
+    return Draft(draft.tokens[:, :D], lengths, None if draft.probs is None else draft.probs[:, :D])
+
+
+def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
+    if isinstance(draft, PreTrainedModel):
+        ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, draft))
+        if ours != theirs:
+            raise ValueError(f"generate: the draft model must have the model's vocabulary of {ours}; got {theirs}")
+        return DraftModel(draft, most)
+    if draft == "prompt-lookup":
+        return PromptLookup()
+    if draft == "earlier-outputs":
+        return EarlierOutputs()
+    if isinstance(draft, str):
+        raise ValueError(
+            f"generate: unknown draft {draft!r}; valid: prompt-lookup, earlier-outputs, a model, a Drafter"
+        )
+    return draft
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The rows' tokens without their padding."""
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise ValueError(f"generate: input_ids must be [B, T], with at least one token; got {tuple(input_ids.shape)}")
+    if attention_mask is None:
+        return input_ids.tolist()
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"generate: attention_mask must be like input_ids, {tuple(input_ids.shape)}; got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    real = attention_mask.bool()
+    if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError("generate: padding must be on the left of every prompt, as its last tokens are continued")
+    return [row[mask].tolist() for row, mask in zip(input_ids, real, strict=True)]
+
+
+def _ends(model: PreTrainedModel, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+    ends = _config(model, "eos_token_id") if eos_token_id is None else eos_token_id
+    return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+
+
+def _config(model: PreTrainedModel, name: str) -> Any:
+    """A token of the model's generation configuration, or else of its text configuration."""
+    value = getattr(getattr(model, "generation_config", None), name, None)
+    return value if value is not None else getattr(model.config.get_text_config(decoder=True), name, None)

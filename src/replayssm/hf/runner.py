@@ -1,0 +1,125 @@
+"""A model and its cache as a batch of texts that grow and shrink one by one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from replayssm.hf.ragged import RaggedCache, keep_whole, shift_attention
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+class Runner:
+    """Feeds tokens to ``model``: an attached one, or one with attention only, that needs no attaching.
+
+    window: the most tokens of a :meth:`step`. back: how many tokens can be taken back beyond those of the last step.
+    pads: columns of padding before each row's first token, int64 ``[B]``, and columns: of the cache; both on the host.
+    Raises ValueError for a model with recurrent layers that is not attached, or one without a cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, window: int, back: int = 0) -> None:
+        self.model, self.window = model, window
+        self._parameters = inspect.signature(type(model).forward).parameters
+        self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
+        if not self._cache_name:
+            raise ValueError(f"{type(model).__name__} takes no cache; it cannot be decoded step by step")
+        if getattr(model, "_replayssm", None) is not None:
+            self.cache: Any = RaggedCache(model, window, back)
+        else:
+            self.cache = DynamicCache(config=model.config)
+            if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.cache.layers):
+                raise ValueError(
+                    f"{type(model).__name__} has recurrent layers and is not attached; call replayssm.attach(model)"
+                )
+        keep_whole(self.cache)
+        self.pads = torch.zeros(0, dtype=torch.long)
+        self.columns = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go."""
+        return self.model.get_input_embeddings().weight.device  # pyright: ignore
+
+    def prefill(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Feeds the first tokens of all rows, at least one each; returns the logits ``[B, vocabulary]`` after these."""
+        T = max(map(len, texts))
+        self.pads = torch.tensor([T - len(text) for text in texts])
+        tokens = torch.tensor([[0] * (T - len(text)) + list(text) for text in texts], device=self.device)
+        logits = self._forward(tokens, logits_to_keep=1)[:, -1]
+        if isinstance(
+            self.cache, RaggedCache
+        ):  # from here on a token is a draft, which models treat as they do one token
+            self.cache.activate_past_recording()
+        return logits
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feeds ``tokens [B, T <= window]``; returns the logits ``[B, T, vocabulary]`` after each."""
+        return self._forward(tokens.to(self.device))
+
+    def feed(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Feeds each row its own tokens, at least one; returns the logits ``[B, vocabulary]`` after the last."""
+        if self.columns == 0:
+            return self.prefill(texts)
+        last: list[Any] = [None] * len(texts)
+        for start in range(0, max(map(len, texts)), self.window):
+            parts = [text[start : start + self.window] for text in texts]
+            T = max(map(len, parts))
+            # What fills a row up is taken back at once.
+            logits = self.step(torch.tensor([[*part, *[0] * (T - len(part))] for part in parts]))
+            self.take_back([T - len(part) for part in parts])
+            for row, part in enumerate(parts):
+                if part:
+                    last[row] = logits[row, len(part) - 1]
+        return torch.stack(last)
+
+    def take_back(self, n: Sequence[int]) -> None:
+        """Takes back the last ``n[b]`` tokens of each row."""
+        back = torch.tensor(n, dtype=torch.long)
+        if not back.any():
+            return
+        if isinstance(self.cache, RaggedCache):
+            self.cache.recurrent.take_back(back)
+        least = int(back.min())
+        right = back - least
+        lead = int((self.pads + right).min())
+        keep = self.columns - least
+        shift_attention(self.cache, keep, right, lead)
+        self.pads = self.pads + right - lead
+        self._resize(keep - lead)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only."""
+        index = torch.tensor(rows)
+        self.cache.batch_select_indices(index)
+        self.pads = self.pads[index]
+        lead = int(self.pads.min())
+        if lead:
+            shift_attention(self.cache, self.columns, torch.zeros_like(self.pads), lead)
+            self.pads = self.pads - lead
+            self._resize(self.columns - lead)
+
+    def _resize(self, columns: int) -> None:
+        self.columns = columns
+        if isinstance(self.cache, RaggedCache):
+            self.cache.recurrent.tokens = columns
+
+    def _forward(self, tokens: Tensor, **kwargs: Any) -> Tensor:
+        end = self.columns + tokens.shape[1]
+        at = torch.arange(end) - self.pads[:, None]
+        kwargs |= {
+            "attention_mask": (at >= 0).long().to(tokens.device),
+            "position_ids": at[:, self.columns :].clamp(min=0).to(tokens.device),
+            self._cache_name: self.cache,
+        }
+        accepted = {name: x for name, x in kwargs.items() if name in self._parameters}
+        with torch.no_grad():
+            logits = self.model(tokens, use_cache=True, **accepted).logits
+        self.columns = end
+        return logits

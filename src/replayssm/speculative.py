@@ -1,0 +1,271 @@
+"""Speculative decoding without a model: which drafts are accepted, how many to draft, and drafts looked up in text.
+
+A step of a batch feeds each row's last token and its drafts ``x_1 .. x_D``; the logits then say, for each of them,
+what comes next. :func:`judge` accepts as long a prefix of each row's drafts as leaves the distribution of the text what
+it is without drafts, and gives one token more. Nothing here knows what computes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits.
+
+    temperature: 0 takes the likeliest. top_k: among that many only. top_p: among the likeliest that hold this share.
+    generator: of random numbers, on the logits' device; None: torch's own. Raises ValueError for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"Sampling: temperature must not be negative; got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"Sampling: top_k must be at least 1; got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling: top_p must be above 0 and at most 1; got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token, with no chance in it."""
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Probabilities ``[.., vocabulary]`` in at least float32 that a token is drawn with; one-hot where greedy."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.greedy:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], float("-inf"))
+        p = logits.softmax(-1)
+        if self.top_p is None or self.top_p == 1:
+            return p
+        ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # what the likelier ones hold; the first is always kept
+        kept = ordered * (before < self.top_p)
+        p = torch.zeros_like(p).scatter_(-1, index, kept)
+        return p / p.sum(-1, keepdim=True)
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """A token ``[B]`` for each row of ``logits [B, vocabulary]``."""
+        return logits.argmax(-1) if self.greedy else self.draw(self.probs(logits))
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """A token ``[B]`` with odds ``weights [B, vocabulary]``, which need not add up to 1."""
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+
+
+class Draft(NamedTuple):
+    """Drafts of a batch whose rows have different numbers of them.
+
+    tokens: int64 ``[B, D]``; what lies beyond a row's length is anything. lengths: int64 ``[B]``, 0 .. D.
+    probs: ``[B, D, vocabulary]``, the distribution that each token was drawn from; None if no chance was involved.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    probs: Tensor | None = None
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]]) -> Draft:
+        """From a list of tokens a row, on the CPU."""
+        most = max(map(len, rows), default=0)
+        tokens = torch.tensor([[*row, *[0] * (most - len(row))] for row in rows], dtype=torch.long)
+        return Draft(tokens.view(len(rows), most), torch.tensor([len(row) for row in rows], dtype=torch.long))
+
+
+class Verdict(NamedTuple):
+    """accepted: int64 ``[B]``, how many of a row's drafts; token: int64 ``[B]``, the one that follows these."""
+
+    accepted: Tensor
+    token: Tensor
+
+
+def judge(draft: Draft, logits: Tensor, sampling: Sampling) -> Verdict:
+    """Which drafts are accepted, and each row's next token.
+
+    logits: ``[B, D + 1, vocabulary]``, after the last token and after each draft. Greedy: a draft is accepted where it
+    is the likeliest token. Sampled: a draft ``x`` of ``q`` is accepted with probability ``min(1, p(x) / q(x))``; the
+    token after the first rejection is drawn from what ``p`` has more than ``q``; then every token is distributed as
+    ``p`` says, whatever the drafts were (arXiv:2211.17192, arXiv:2302.01318). Drafts without chance are ``q(x) = 1``.
+    Raises ValueError where shapes do not fit.
+    """
+    B, D = draft.tokens.shape
+    if logits.dim() != 3 or logits.shape[:2] != (B, D + 1) or draft.lengths.shape != (B,):
+        raise ValueError(
+            f"judge: logits must be [B={B}, D + 1={D + 1}, vocabulary] and lengths [B]; got {tuple(logits.shape)} and "
+            f"{tuple(draft.lengths.shape)}"
+        )
+    tokens, lengths = draft.tokens.to(logits.device), draft.lengths.to(logits.device)
+    drafted = torch.arange(D, device=logits.device) < lengths[:, None]
+    row = torch.arange(B, device=logits.device)
+    if sampling.greedy:
+        best = logits.argmax(-1)
+        accepted = _prefix((tokens == best[:, :D]) & drafted)
+        return Verdict(accepted, best[row, accepted])
+    p = sampling.probs(logits)
+    tokens = tokens.clamp(min=0)
+    q = None if draft.probs is None else draft.probs.to(p)
+    chance = torch.rand(B, D, generator=sampling.generator, device=logits.device, dtype=p.dtype)
+    of_p = p[:, :D].gather(2, tokens[..., None])[..., 0]
+    of_q = 1 if q is None else q.gather(2, tokens[..., None])[..., 0]
+    accepted = _prefix((chance * of_q < of_p) & drafted)
+    weights = _residual(p[row, accepted], tokens, q, accepted, accepted < lengths)
+    return Verdict(accepted, sampling.draw(weights))
+
+
+def _prefix(ok: Tensor) -> Tensor:
+    """How many in a row are True from the start, ``[B, D] -> [B]``."""
+    return ok.long().cumprod(1).sum(1)
+
+
+def _residual(p: Tensor, tokens: Tensor, q: Tensor | None, accepted: Tensor, rejected: Tensor) -> Tensor:
+    """Odds of the token after the accepted ones: ``p [B, vocabulary]``, less ``q`` where a draft was rejected."""
+    if tokens.shape[1] == 0:
+        return p
+    at = accepted.clamp(max=tokens.shape[1] - 1)
+    row = torch.arange(p.shape[0], device=p.device)
+    less = p.scatter(1, tokens[row, at][:, None], 0) if q is None else (p - q[row, at]).clamp(min=0)
+    some = less.sum(1) > 0  # rounding alone can reject where p equals q
+    return torch.where((rejected & some)[:, None], less, p)
+
+
+class Drafter(Protocol):
+    """Proposes drafts. ``texts`` are the rows' tokens so far, prompt included; they only ever grow."""
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+        """At most ``most[b]`` tokens that may follow ``texts[b]``, on any device."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """The batch goes on with these of its rows only; the others have ended."""
+        ...
+
+
+class DraftLength:
+    """How many tokens to draft for one row: as many as its drafts so far let hope for.
+
+    most: never more. fixed: always that many. Else the share ``a`` of drafts that were accepted is followed (over about
+    the last 16), and drafts go on while the chance that all are accepted, ``a ** n``, is at least ``worth``. Where not
+    even one is worth it, one is tried every ``PROBE`` steps.
+    """
+
+    PROBE = 8
+
+    def __init__(self, most: int, *, fixed: bool = False, worth: float = 0.3) -> None:
+        self.most, self.fixed, self.worth = most, fixed, worth
+        self.rate = 0.8  # before anything is known
+        self._idle = 0
+
+    def next(self) -> int:
+        """How many to draft now."""
+        if self.fixed:
+            return self.most
+        n, chance = 0, self.rate
+        while n < self.most and chance >= self.worth:
+            n, chance = n + 1, chance * self.rate
+        if n == 0 and self.most:
+            self._idle += 1
+            n = int(self._idle % self.PROBE == 0)
+        return n
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """What became of a step's drafts. Those after the first rejection were not looked at."""
+        for i in range(min(drafted, accepted + 1)):
+            self.rate += ((i < accepted) - self.rate) / 16
+
+
+class _Grams:
+    """Where sequences of tokens came last, up to ``longest``: the tokens that followed can be looked up."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._texts: list[list[int]] = []
+        self._last: dict[tuple[int, ...], tuple[int, int]] = {}  # tokens -> text and position of what follows
+
+    def add(self) -> int:
+        """A new, empty text; returns its number."""
+        self._texts.append([])
+        return len(self._texts) - 1
+
+    def extend(self, text: int, tokens: Sequence[int]) -> None:
+        """Appends to a text. What ends the text is found only once something follows it."""
+        mine = self._texts[text]
+        for token in tokens:
+            at = len(mine)
+            for n in range(1, min(self.longest, at) + 1):
+                self._last[tuple(mine[at - n :])] = (text, at)
+            mine.append(token)
+
+    def length(self, text: int) -> int:
+        """Tokens of a text so far."""
+        return len(self._texts[text])
+
+    def after(self, text: int, shortest: int, most: int) -> list[int]:
+        """Up to ``most`` tokens that followed the longest end of ``text`` that is known; a repetition goes on."""
+        mine = self._texts[text]
+        for n in range(min(self.longest, len(mine)), shortest - 1, -1):
+            found = self._last.get(tuple(mine[len(mine) - n :]))
+            if found is not None:
+                source, at = found
+                follows = self._texts[source][at : at + most]
+                period = len(follows)  # up to the end of the text, if it is this one
+                while source == text and len(follows) < most:
+                    follows.append(follows[-period])
+                return follows
+        return []
+
+
+class PromptLookup:
+    """Drafts what followed the last tokens of a row where they came before in the same row.
+
+    longest, shortest: how many last tokens must agree; the longest end that is found counts, at its latest place.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 1) -> None:
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"PromptLookup: need 1 <= shortest <= longest; got {shortest} and {longest}")
+        self.longest, self.shortest = longest, shortest
+        self._rows: list[tuple[_Grams, int]] = []
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+        """See :class:`Drafter`."""
+        if not self._rows:
+            self._rows = [self._place() for _ in texts]
+        rows = []
+        for (grams, text), tokens, n in zip(self._rows, texts, most, strict=True):
+            grams.extend(text, tokens[grams.length(text) :])
+            rows.append(grams.after(text, self.shortest, n))
+        return Draft.of(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See :class:`Drafter`."""
+        self._rows = [self._rows[i] for i in rows]
+
+    def _place(self) -> tuple[_Grams, int]:
+        grams = _Grams(self.longest)
+        return grams, grams.add()
+
+
+class EarlierOutputs(PromptLookup):
+    """Drafts what followed the longest suffix of a row in any text that it has seen: this row, the other rows, and the
+    outputs of earlier calls that the same object was given to. Memory grows with every token."""
+
+    def __init__(self, longest: int = 8, shortest: int = 2) -> None:
+        super().__init__(longest, shortest)
+        self._grams = _Grams(longest)
+
+    def _place(self) -> tuple[_Grams, int]:
+        return self._grams, self._grams.add()
