@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from replayssm import __version__
-from replayssm.cli import demo, doctor, generate, verify
+from replayssm.cli import bench, demo, doctor, generate, verify
 from replayssm.cli.args import Parser, UsageError
 
-COMMANDS = (demo, generate, doctor, verify)
+COMMANDS = (demo, generate, bench, doctor, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -65,24 +64,18 @@ def _devices() -> list[str]:
 def _device(device: str) -> dict[str, Any]:
     import torch
 
+    from replayssm.bench.about import device_name
+    from replayssm.bench.timing import Clock
+
+    name = device_name(torch.device(device))
     if device == "cpu":
-        name = f"{_cpu_name()}, {torch.get_num_threads()} threads"
-    else:
-        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "Apple GPU"
+        name += f", {torch.get_num_threads()} threads"
     return {
         "device": device,
         "name": name,
-        "read_gb_per_s": round(read_bandwidth(device) / 1e9, 1),
+        "read_gb_per_s": round(Clock(device, repeats=5).read_bandwidth() / 1e9, 1),
         "backends": _backends(device),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _backends(device: str) -> dict[str, str | None]:
@@ -95,22 +88,6 @@ def _backends(device: str) -> dict[str, str | None]:
         return load(name).refuses(pool.add_layer(LayerSpec(KDA, H=1, HV=1, K=32, V=32)))
 
     return {name: reason(name) for name in names()}
-
-
-def read_bandwidth(device: str, mib: int = 256, repeats: int = 5) -> float:
-    """Bytes a second of a plain float32 sum over ``mib`` MiB, more than any cache holds; the best of ``repeats``."""
-    import torch
-
-    x = torch.ones(mib * 2**18, device=device)
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(x.device.type, lambda: None)
-    best = float("inf")
-    for _ in range(repeats + 1):
-        wait()
-        begin = time.perf_counter()
-        x.sum()
-        wait()
-        best = min(best, time.perf_counter() - begin)
-    return x.numel() * 4 / best
 
 
 def _print(facts: dict[str, Any]) -> None:

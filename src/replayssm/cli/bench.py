@@ -1,0 +1,268 @@
+"""``replayssm bench``: what a step costs here. ``bench kernels``, the default, times one layer's kernels."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replayssm.cli.args import UsageError, check_backend, number
+
+if TYPE_CHECKING:
+    import torch
+
+    from replayssm.bench.kernels import Bench, Row
+    from replayssm.bench.shapes import Case
+    from replayssm.bench.tune import Tuned
+
+HEAD = (
+    f"{'shape':14} {'mode':8} {'dtype':8} {'B':>4} {'T':>2} {'R':>3}  {'backend':12} {'us':>9} {'x':>6} {'GB/s':>6} "
+    f"{'share':>5} {'plain us':>9} {'speed-up':>8}"
+)
+NOTE = (
+    "us: one step, mean of whole fold cycles. x: over reading the checkpoint once. GB/s: all that a step must move; "
+    "share: of\nwhat this machine reads. plain: the recurrence that writes its state each token; speed-up: over one "
+    "such step a token\n(a fold, which takes the place of many: over one)."
+)
+
+
+def add(commands: Any) -> None:
+    """Declares the command and what it can time. Options of the default stand on both levels, without defaults of
+    their own, so that neither level overwrites the other's."""
+    parser = commands.add_parser("bench", help="time the kernels against the memory's speed", description=__doc__)
+    _add_kernel_options(parser)
+    parser.set_defaults(run=run)
+    what = parser.add_subparsers(title="what to time", metavar="WHAT", required=False)
+    kernels = what.add_parser(
+        "kernels", help="a step of one layer (the default)", argument_default=argparse.SUPPRESS, description=run.__doc__
+    )
+    _add_kernel_options(kernels)
+    kernels.set_defaults(run=run)
+
+
+def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
+    def some(option: str, help: str) -> None:
+        parser.add_argument(f"--{option}", metavar="A,B", help=help)
+
+    some("recurrence", "mamba2, gdn, kda (default: all)")
+    some("shape", "named layers, such as 'gdn 16/64' (default: those of the recurrences)")
+    some("dtype", "of the checkpoint: float32, bfloat16, float16")
+    some("batch", "sequences a step (default: 1,8,32,64,256; on a CPU 1,8,64)")
+    some("mode", "standard, verify, fold (default: all)")
+    whole = number(int, 1)
+    parser.add_argument("--draft", type=whole, metavar="T", help="new tokens a step of mode verify (default: 4)")
+    parser.add_argument("--accepted", type=whole, metavar="N", help="of them committed (default: all but one)")
+    parser.add_argument("--rows", type=whole, metavar="R", help="ring rows (default: a fold about every 16 tokens)")
+    parser.add_argument("--backend", metavar="NAME", help="default: auto")
+    parser.add_argument("--device", help="default: a GPU if there is one, else cpu")
+    parser.add_argument("--quick", action="store_true", help="few cases, few repeats; on a CPU small layers")
+    parser.add_argument("--no-peers", action="store_true", help="leave other implementations out")
+    parser.add_argument("--tune", action="store_true", help="try every launch configuration instead (GPU)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write machine, versions, command and rows as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw x over the batch, such as out.png")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times kernels, each after a check against the float64 oracle; 1 where one is wrong."""
+    import torch
+
+    from replayssm.bench.about import about
+    from replayssm.bench.gate import WrongKernel
+    from replayssm.bench.kernels import Bench
+    from replayssm.bench.timing import Clock
+    from replayssm.bench.tune import Tuned
+    from replayssm.cli.checkpoint import check_device
+
+    device = torch.device(check_device(args.device or "auto"))
+    check_backend(args.backend or "auto")
+    cases = _cases(args, device)
+    _check_files(args, device)
+    on_gpu = device.type != "cpu"
+    bench = Bench(device, Clock(device, repeats=(11 if on_gpu else 5) if not args.quick else (5 if on_gpu else 3)))
+    _check_serves(bench, cases, args.backend or "auto")
+    facts = about(device, "replayssm " + " ".join(_command(args)), bench.clock.read_bandwidth() / 1e9)
+    print(", ".join(f"{key} {value}" for key, value in facts.items()), file=sys.stderr if args.json else sys.stdout)
+    work = _tune(cases, bench, args.json) if args.tune else _measure(cases, bench, args)
+    rows, machine, code = [], [], 0
+    try:
+        for row in work:
+            rows.append(row)
+            machine.append(row.plain() if isinstance(row, Tuned) else dataclasses.asdict(row))
+            if args.out:  # after each row, so that a run which is cut short leaves what it had
+                args.out.write_text(json.dumps({"about": facts, "rows": machine}, indent=1) + "\n", "utf-8")
+    except (WrongKernel, KeyboardInterrupt) as error:
+        print(f"replayssm: {error or 'interrupted'}", file=sys.stderr)
+        code = 1 if isinstance(error, WrongKernel) else 130
+    if args.json:
+        print(json.dumps(machine, indent=1))
+    elif rows and not args.tune:
+        print(f"\n{NOTE}")
+    if args.plot and rows:
+        from replayssm.bench.plot import plot
+
+        plot(rows, args.plot, f"{facts['device']}, torch {facts['torch']}, reads {facts['read_gbps']:.0f} GB/s")
+    return code
+
+
+def _cases(args: argparse.Namespace, device: torch.device) -> list[Case]:
+    import torch
+
+    from replayssm.bench.shapes import DTYPES, MODES, SHAPES, make_case, select
+    from replayssm.recurrence import RECURRENCES
+
+    cpu, quick = device.type == "cpu", args.quick
+    recurrences = _chosen(args.recurrence, "recurrence", RECURRENCES) or list(RECURRENCES)
+    shapes = select(recurrences, _chosen(args.shape, "shape", SHAPES), quick, cpu)
+    if not shapes:
+        raise UsageError(f"no shape of --shape {args.shape} is of recurrence {', '.join(recurrences)}")
+    dtypes = _chosen(args.dtype, "dtype", DTYPES) or (["float32"] if cpu else ["float32", "bfloat16"])
+    modes = _chosen(args.mode, "mode", MODES) or [m for m in MODES if not (quick and m == "fold" and not cpu)]
+    if args.tune:
+        modes = [mode for mode in modes if mode != "fold"]
+    batches = [_batch(text) for text in (args.batch or "").split(",") if text.strip()]
+    batches = batches or ([1, 8] if cpu else [64, 256]) * quick or ([1, 8, 64] if cpu else [1, 8, 32, 64, 256])
+    if args.tune and not args.batch:
+        batches = [256]
+    inputs = torch.float32 if cpu else torch.bfloat16
+    try:
+        return [
+            make_case(shape, mode, DTYPES[dtype], inputs, B, draft=args.draft or 4, accepted=args.accepted, R=args.rows)
+            for shape in shapes
+            for dtype in dtypes
+            for mode in modes
+            for B in batches
+        ]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _chosen(text: str | None, what: str, valid: Any) -> list[str] | None:
+    """The names of a comma-separated list, each of them valid."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names or [text]:
+        if name not in valid:
+            raise UsageError(f"unknown {what} {name!r}; valid: {', '.join(valid)}")
+    return names
+
+
+def _batch(text: str) -> int:
+    try:
+        return int(number(int, 1)(text.strip()))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"argument --batch: {error}") from None
+
+
+def _check_files(args: argparse.Namespace, device: torch.device) -> None:
+    """Before minutes are spent: can what was asked for be done and written?"""
+    if args.tune and device.type == "cpu":
+        raise UsageError("--tune tries Triton's launch configurations and needs a GPU; this run is on cpu")
+    for path in (args.out, args.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"directory {path.absolute().parent} does not exist")
+    if args.plot is not None:
+        if args.tune:
+            raise UsageError("--plot draws measured rows, and --tune gives none")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise UsageError("matplotlib is not installed; pip install 'replayssm[plot]'") from None
+        known = Figure().canvas.get_supported_filetypes()
+        if args.plot.suffix.removeprefix(".") not in known:
+            raise UsageError(f"--plot cannot write {args.plot.name!r}; valid suffixes: .{', .'.join(sorted(known))}")
+
+
+def _check_serves(bench: Bench, cases: list[Case], backend: str) -> None:
+    for case in cases:
+        try:
+            bench.backend(case, backend)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def _measure(cases: list[Case], bench: Bench, args: argparse.Namespace) -> Iterator[Row]:
+    import torch
+
+    from replayssm.bench import peers
+
+    show = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
+    reasons: dict[str, None] = {}
+    show(f"\n{HEAD}")
+    for done, case in enumerate(cases):
+        with _progress(f"{done + 1}/{len(cases)} {case}", lines=args.json):
+            try:
+                rows = [bench.measure(case, args.backend or "auto")]
+            except torch.OutOfMemoryError:
+                print(f"skipped, out of memory: {case}", file=sys.stderr)
+                continue
+            for peer in () if args.no_peers or case.mode != "standard" else peers.PEERS:
+                row = peers.measure(peer, case, bench)
+                if not isinstance(row, str):
+                    rows.append(row)
+                elif not row.startswith("no "):  # not made for this recurrence or dtype: nothing to explain
+                    reasons[f"peer {peer.name}: not timed: {row}"] = None
+        for row in rows:
+            show(_line(row))
+            yield row
+    for reason in reasons:
+        print(reason, file=sys.stderr)
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.shape:14} {row.mode:8} {row.dtype:8} {row.batch:>4} {row.T:>2} {row.R:>3}  {row.backend:12} "
+        f"{row.us:9.1f} {row.x:6.2f} {row.gbps:6.1f} {row.share:5.0%} {row.plain_us:9.1f} {row.speedup:8.2f}"
+    )
+
+
+def _tune(cases: list[Case], bench: Bench, quiet: bool) -> Iterator[Tuned]:
+    from replayssm.bench.tune import tune
+
+    for done, case in enumerate(cases):
+        with _progress(f"{done + 1}/{len(cases)} {case}", lines=quiet) as tell:
+            tuned = tune(case, bench, tell=tell)
+        if not quiet:
+            print(tuned.line, flush=True)
+        for config, why in tuned.refused:
+            print(f"    refused: {config}: {why}", file=sys.stderr)
+        yield tuned
+
+
+class _progress:
+    """What is measured now, on stderr: one line that is wiped again in a terminal; elsewhere, with ``lines``, one a
+    case."""
+
+    def __init__(self, text: str, lines: bool) -> None:
+        self._text, self._wipe, self._lines = text, sys.stderr.isatty(), lines
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._wipe:
+            self._show("")
+        elif self._lines:
+            print(self._text, file=sys.stderr, flush=True)
+        return self._show
+
+    def __exit__(self, *error: object) -> None:
+        if self._wipe:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _show(self, more: str) -> None:
+        if self._wipe:
+            print(f"\r\x1b[K{self._text} {more}"[:110], end="", file=sys.stderr, flush=True)
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """The command line that gives these options again."""
+    words = ["bench", "kernels"]
+    for name, value in vars(args).items():
+        if name in ("run", "json", "out", "plot") or value is None or value is False:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, f"'{value}'" if " " in str(value) else str(value)]
+    return words

@@ -1,0 +1,471 @@
+"""``replayssm bench`` on a CPU: the gate, the figures, the JSON, the errors, tuning with stand-in configurations."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from replayssm import KDA, MAMBA2, backends
+from replayssm.backends import torch as torch_backend
+from replayssm.bench import kernels, peers, timing
+from replayssm.bench.gate import WrongKernel, check_case
+from replayssm.bench.kernels import Bench, Rotation, Row, moved_bytes, pool_count
+from replayssm.bench.shapes import SHAPES, Case, Shape, make_case, select
+from replayssm.bench.timing import Clock, Timed
+from replayssm.bench.tune import Tuned, tune
+from replayssm.cli import main
+from replayssm.layer import LayerState
+from replayssm.recurrence import RECURRENCES
+from replayssm.traffic import replay_bytes
+
+CPU = torch.device("cpu")
+TINY = [Shape(f"tiny {name}", recurrence, 2, 4, 32, 16, small=True) for name, recurrence in RECURRENCES.items()]
+KEYS = {
+    "recurrence", "shape", "mode", "dtype", "inputs", "batch", "T", "accepted", "R", "backend", "us", "x", "gbps",
+    "share", "read_gbps", "plain_us", "plain_x", "speedup", "pools", "config",
+}  # fmt: skip
+FAST = ["bench", "--quick", "--device", "cpu", "--backend", "torch", "--no-peers"]
+
+
+def case(shape: Shape = TINY[0], mode: str = "standard", B: int = 4, **options: Any) -> Case:
+    return make_case(shape, mode, torch.float32, torch.float32, B, **options)
+
+
+class Still(Clock):
+    """A clock at which every run takes 2 ms, at 3 GB/s; it runs what it is given once."""
+
+    def time(self, run: timing.Run) -> Timed:
+        run()
+        return Timed(2e-3, 3e9)
+
+    def read_bandwidth(self) -> float:
+        return 3e9
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny layers, no cache to outgrow, no measuring of memory."""
+    monkeypatch.setattr("replayssm.bench.shapes.SHAPES", {shape.name: shape for shape in TINY})
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 0)
+    monkeypatch.setattr(timing, "Clock", Still)
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is a hundredth off, under the name "wrong"."""
+    module = ModuleType("wrong_backend")
+
+    def verify(*args: Any) -> None:
+        torch_backend.verify(*args)
+        args[-1].mul_(1.01)
+
+    vars(module).update(verify=verify, fold=torch_backend.fold, refuses=torch_backend.refuses)
+    monkeypatch.setitem(sys.modules, "wrong_backend", module)
+    monkeypatch.setitem(backends._MODULES, "wrong", "wrong_backend")
+
+
+# ------------------------------------------------------------------------------------------------ cases
+
+
+def test_cases_have_the_issue_s_ring_and_cycle() -> None:
+    standard, verify, fold = (case(mode=mode) for mode in ("standard", "verify", "fold"))
+    assert (standard.T, standard.accepted, standard.limit, standard.R) == (1, 1, 15, 17)
+    assert standard.counts == list(range(1, 17))
+    assert (verify.T, verify.accepted, verify.limit, verify.R) == (4, 3, 12, 20)
+    assert verify.counts == [3, 6, 9, 12, 15]
+    assert (fold.T, fold.counts) == (1, [16])
+    assert case(mode="verify", draft=8, accepted=8).counts == [8, 16]
+    assert case(R=5).counts == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", ["standard", "verify"])
+@pytest.mark.parametrize("draft", [1, 2, 3, 5, 16])
+def test_a_cycle_is_what_the_ring_would_do(mode: str, draft: int) -> None:
+    it = case(mode=mode, draft=draft)
+    ring = Rotation(replace(it, batch=1), CPU).pools[0].ring
+    slots, seen = torch.zeros(1, dtype=torch.int32), []
+    ring.put(slots, slots, slots + it.counts[0])
+    for _ in range(2 * len(it.counts)):
+        seen.append(int(ring.count[0]))
+        assert seen[-1] <= ring.most
+        ring.commit(slots, it.accepted)
+    assert seen == 2 * it.counts
+
+
+def test_rows_and_pools_are_spread_over_the_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 3 * it.checkpoint_bytes // 4)
+    it = case(B=8, R=6)  # a cycle of 5 steps
+    layers = Rotation(it, CPU)
+    assert pool_count(it, CPU) == len(layers.pools) == 3 and layers.calls == 15
+    seen = [(layer.ckpt.data_ptr(), tuple(layer.ring.count[:8].tolist())) for layer in layers.layers()]
+    assert len(set(seen)) == 15
+    for _, counts in seen:
+        assert {counts.count(c) for c in it.counts} <= {1, 2}
+    assert {counts[0] for _, counts in seen[:3]} == {1, 2, 3}  # at batch 1, the pools stagger each other
+
+
+def test_shapes_are_selected_by_what_a_run_is_for() -> None:
+    every = list(RECURRENCES)
+    assert [s.name for s in select(every, None, False, False)] == [s.name for s in SHAPES.values() if not s.small]
+    assert [s.name for s in select(every, None, True, False)] == ["mamba2 128x64", "gdn 16/64", "kda 64"]
+    assert [s.name for s in select(["gdn"], None, True, True)] == ["gdn small"]
+    assert [s.name for s in select(["gdn", "kda"], ["kda 64"], False, True)] == ["kda 64"]
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def test_figures_follow_from_time_and_bytes() -> None:
+    it = case(SHAPES["gdn 16/64"], "verify", 8)
+    row = Row.of(it, "torch", Timed(4e-3, 10e9), 30e6, Timed(5e-3, 10e9), 2)
+    ckpt = 8 * 64 * 128 * 128 * 4
+    assert row.us == pytest.approx(4000) and row.plain_us == pytest.approx(5000)
+    assert row.x == pytest.approx(4e-3 / (ckpt / 10e9)) and row.plain_x == pytest.approx(5e-3 / (ckpt / 10e9))
+    assert row.gbps == pytest.approx(7.5) and row.share == pytest.approx(0.75)
+    assert row.speedup == pytest.approx(4 * 5 / 4)  # four tokens a step
+    assert Row.of(case(mode="fold"), "torch", Timed(4e-3, 1), 1, Timed(5e-3, 1), 1).speedup == pytest.approx(5 / 4)
+
+
+@pytest.mark.parametrize("shape", TINY, ids=lambda shape: shape.name)
+def test_moved_bytes_are_those_of_traffic(shape: Shape) -> None:
+    it = case(shape)
+    layer = Rotation(it, CPU).pools[0]
+    assert moved_bytes(it, layer) == pytest.approx(4 * replay_bytes(layer))
+    assert moved_bytes(replace(it, mode="fold"), layer) > 2 * it.checkpoint_bytes
+
+
+def test_time_is_a_step_s_and_the_plain_step_is_kept(quick: None) -> None:
+    bench = Bench(CPU, Still(CPU))
+    row = bench.measure(case(), "torch")
+    assert row.us == pytest.approx(2000 / 16) and row.plain_us == pytest.approx(2000)
+    assert len(bench._plain) == 1
+    bench.measure(case(mode="verify"), "torch")
+    assert len(bench._plain) == 1
+
+
+def test_the_cpu_clock_measures() -> None:
+    clock = Clock(CPU, repeats=3)
+    vars(clock)["_read_buffer"] = torch.ones(1 << 16)
+    once = clock.time(lambda: torch.ones(1 << 12).sum())
+    many = clock.time(lambda: [torch.ones(1 << 12).sum() for _ in range(200)])
+    assert 0 < once.seconds < many.seconds and once.read > 0 and clock.read_bandwidth() > 0
+    assert timing.cache_bytes(CPU) >= 1 << 18
+
+
+# ------------------------------------------------------------------------------------------------ gate
+
+
+@pytest.mark.parametrize("mode", ["standard", "verify", "fold"])
+@pytest.mark.parametrize("shape", TINY, ids=lambda shape: shape.name)
+def test_the_gate_lets_right_kernels_through(shape: Shape, mode: str) -> None:
+    for dtype, inputs in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        it = replace(case(shape, mode, 5), dtype=dtype, inputs=inputs)
+        check_case(it, torch_backend.verify, torch_backend.fold, CPU, "torch")
+
+
+def off(layer: LayerState, *args: Any) -> None:
+    torch_backend.verify(layer, *args)
+    args[-1].mul_(1.01)
+
+
+def stale_ring(layer: LayerState, *args: Any) -> None:
+    torch_backend.verify(layer, *args)
+    slots, B = args[5], args[5].numel()
+    head, count = layer.ring.at(slots)
+    layer.w[slots[B - 1].long(), :, (head + count)[B - 1] % layer.ring.R] *= 1.01  # the last row of the batch only
+
+
+def late_fold(layer: LayerState, *args: Any) -> None:
+    before = layer.ckpt.clone()
+    torch_backend.verify(layer, *args)
+    layer.ckpt.copy_(before)
+
+
+@pytest.mark.parametrize("broken", [off, stale_ring, late_fold], ids=lambda f: f.__name__)
+def test_the_gate_refuses_a_kernel_that_is_wrong(broken: Any) -> None:
+    with pytest.raises(WrongKernel, match=r"refusing to time it.*tiny kda, float32, standard, batch 4.*allowed"):
+        check_case(case(TINY[2]), broken, torch_backend.fold, CPU, "it")
+
+
+def test_the_gate_of_a_fold_folds_the_rows_that_are_timed() -> None:
+    def one_row_short(layer: LayerState, slots: torch.Tensor, n: torch.Tensor) -> None:
+        assert n.tolist() == [16] * 4
+        torch_backend.fold(layer, slots, n - 1)
+
+    with pytest.raises(WrongKernel, match="checkpoints"):
+        check_case(case(mode="fold"), torch_backend.verify, one_row_short, CPU, "it")
+
+
+def test_the_command_refuses_a_planted_wrong_backend(
+    quick: None, wrong: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.json"
+    assert main(["bench", "--quick", "--device", "cpu", "--backend", "wrong", "--json", "--out", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert "refusing to time wrong, which is wrong: tiny mamba2, float32, standard, batch 1" in shown.err
+    assert json.loads(shown.out) == [] and not out.exists()
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+@pytest.mark.parametrize("command", [[*FAST], ["bench", "kernels", *FAST[1:]], ["bench", *FAST[1:], "kernels"]])
+def test_json_is_a_list_of_rows(command: list[str], quick: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--json"] if command[-1] != "kernels" else ["bench", "--json", *command[1:]]) == 0
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    assert all(set(row) == KEYS for row in rows)
+    assert [(row["recurrence"], row["mode"], row["batch"]) for row in rows] == [
+        (name, mode, B) for name in RECURRENCES for mode in ("standard", "verify", "fold") for B in (1, 8)
+    ]
+    for row in rows:
+        assert row["backend"] == "torch" and row["dtype"] == "float32"
+        assert row["x"] == pytest.approx(row["us"] * 3e3 / (row["batch"] * 4 * 32 * 16 * 4))
+    assert "read_gbps 3.0" in shown.err and "18/18 tiny kda, float32, fold, batch 8" in shown.err
+
+
+def test_the_table_is_aligned_and_the_file_says_where_it_is_from(
+    quick: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.json"
+    command = [*FAST, "--recurrence", "kda,gdn", "--dtype", "bfloat16", "--batch", "3", "--mode", "verify"]
+    assert main([*command, "--draft", "2", "--accepted", "1", "--rows", "9", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert len(lines) == 3 and len({len(line) for line in lines}) == 1
+    assert lines[1].split()[:8] == ["tiny", "gdn", "verify", "bfloat16", "3", "2", "9", "torch"]
+    saved = json.loads(out.read_text("utf-8"))
+    assert saved["about"]["command"] == "replayssm bench kernels " + " ".join(
+        ["--recurrence kda,gdn --dtype bfloat16 --batch 3 --mode verify --draft 2 --accepted 1 --rows 9"
+         " --backend torch --device cpu --quick --no-peers"]
+    )  # fmt: skip
+    assert {"device", "torch", "triton", "commit", "date", "read_gbps"} <= set(saved["about"])
+    assert [row["recurrence"] for row in saved["rows"]] == ["gdn", "kda"]
+
+
+def test_a_quick_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing stubbed: the real clock and, at batch 1, pools in rotation."""
+    assert main(["bench", "--quick", "--device", "cpu", "--shape", "kda small", "--batch", "1", "--json"]) == 0
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    ours = [row for row in rows if row["mode"] in ("standard", "verify", "fold") and row["backend"] != "transformers"]
+    assert [row["mode"] for row in ours] == ["standard", "verify", "fold"]
+    for row in rows:
+        assert row["us"] > 0 and row["x"] == pytest.approx(row["us"] * row["read_gbps"] * 1e3 / (2 * 64 * 64 * 4))
+        assert row["pools"] == kernels.FEW
+    assert "peer fla: not timed: runs on a GPU only" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recurrence", "mamba3"], "unknown recurrence 'mamba3'; valid: mamba2, gdn, kda"),
+        (["--shape", "gdn 1/2"], "unknown shape 'gdn 1/2'; valid: mamba2 128x64, mamba2 96x80, gdn 16/64"),
+        (["--dtype", "float32,int8"], "unknown dtype 'int8'; valid: float32, bfloat16, float16"),
+        (["--mode", "fast"], "unknown mode 'fast'; valid: standard, verify, fold"),
+        (["--mode", ","], "unknown mode ','; valid: standard, verify, fold"),
+        (["--backend", "cuda"], "unknown backend 'cuda'; valid: auto, cpu, triton, torch, sequential"),
+        (["--backend", "sequential"], "cannot serve this layer: the pool folds every 16 rows"),
+        (["--batch", "1,0"], "argument --batch: must be a whole number of at least 1; got '0'"),
+        (["--accepted", "5"], "accepted tokens must be from 1 to T = 4; got 5"),
+        (["--rows", "7"], "a step of T = 4 tokens needs at least 8 ring rows; got R = 7"),
+        (["--recurrence", "gdn", "--shape", "kda 64"], "no shape of --shape kda 64 is of recurrence gdn"),
+        (["--tune"], "--tune tries Triton's launch configurations and needs a GPU"),
+        (["--plot", "x.doc"], "--plot cannot write 'x.doc'; valid suffixes: "),
+        (["--out", "no/such/rows.json"], "does not exist"),
+        (["e2e"], "invalid choice: 'e2e'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if options[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    assert main(["bench", "--quick", "--device", "cpu", *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_plot(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out.png"
+    assert main([*FAST, "--recurrence", "gdn", "--mode", "standard", "--plot", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*FAST, "--plot", "out.png"]) == 2
+    assert "matplotlib is not installed; pip install 'replayssm[plot]'" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ peers
+
+
+@pytest.mark.parametrize("shape", TINY, ids=lambda shape: shape.name)
+def test_stock_transformers_is_a_peer(shape: Shape, quick: None) -> None:
+    pytest.importorskip("transformers")
+    peer = next(peer for peer in peers.PEERS if peer.name == "transformers")
+    row = peers.measure(peer, case(shape), Bench(CPU, Still(CPU)))
+    assert isinstance(row, Row), row
+    assert row.backend == "transformers" and row.us == pytest.approx(2000)
+
+
+def test_a_peer_that_is_not_timed_has_a_reason(quick: None) -> None:
+    bench = Bench(CPU, Still(CPU))
+    fla, mamba_ssm, _, stock = peers.PEERS
+    assert peers.measure(fla, case(), bench) == "no mamba2 step"
+    assert peers.measure(mamba_ssm, case(), bench) == "runs on a GPU only"
+    assert peers.measure(stock, replace(case(), dtype=torch.bfloat16), bench) == "keeps no state in bfloat16"
+    assert peers.measure(stock, case(mode="verify"), bench) == "no step of mode verify here"
+    absent = replace(mamba_ssm, where={"mamba2": ("no_such_package", "step")}, gpu=False)
+    why = peers.measure(absent, case(), bench)
+    assert why == "not installed (pip install mamba-ssm): No module named 'no_such_package'"
+    broken = replace(stock, make=lambda *args: (_ for _ in ()).throw(RuntimeError("old\nversion")))
+    if sys.modules.get("transformers"):
+        assert peers.measure(broken, case(), bench) == "failed: RuntimeError: old"
+
+
+def test_a_peer_that_is_wrong_is_not_timed(quick: None) -> None:
+    peer = replace(
+        peers.PEERS[3], where={"kda": ("torch", "zeros")},
+        make=lambda function, it, inputs: peers.Step(inputs, lambda S: (function(inputs.v.shape), S)),
+    )  # fmt: skip
+    why = peers.measure(peer, case(TINY[2]), Bench(CPU, Still(CPU)))
+    assert isinstance(why, str) and why.startswith("breaks the oracle's rule: error of its outputs")
+
+
+# GPU peers' calls, with functions of the documented form that compute on the CPU what the real ones do.
+def stand_in_ssu(state, x, dt, A, B, C, D=None, dt_bias=None):
+    assert dt.stride(-1) == dt_bias.stride(-1) == A.stride(-1) == A.stride(-2) == 0
+    group = state.shape[1] // B.shape[1]
+    B, C = (y.repeat_interleave(group, 1).float() for y in (B, C))
+    dt = dt.float()
+    new = state.float() * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, :, None]
+    state.copy_(new)
+    return (new @ C[..., None])[..., 0].to(x.dtype)
+
+
+def stand_in_gdn(q, k, v, state, A_log, a, dt_bias, b, scale, use_qk_l2norm):
+    from replayssm.gates import gdn_gate
+    from replayssm.testing import Inputs, plain
+
+    assert scale == 1.0 and not use_qk_l2norm
+    inputs = Inputs(q, k, v, b.float().sigmoid(), gdn_gate(a, A_log, dt_bias))
+    out, states = plain(RECURRENCES["gdn"], state, inputs)
+    return out, state.copy_(states[1])
+
+
+def stand_in_fla(q, k, v, g, beta, scale, initial_state, output_final_state):
+    from replayssm.testing import Inputs, plain
+
+    assert scale == 1.0 and output_final_state
+    kind = RECURRENCES["kda" if g.dim() == 4 else "gdn"]
+    out, states = plain(kind, initial_state.mT, Inputs(q, k, v, beta, g))
+    return out, states[1].mT
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "function"),
+    [("mamba-ssm", 0, stand_in_ssu), ("flashinfer", 0, stand_in_ssu), ("flashinfer", 1, stand_in_gdn),
+     ("fla", 1, stand_in_fla), ("fla", 2, stand_in_fla)],
+)  # fmt: skip
+def test_gpu_peers_get_the_recurrence_s_numbers(
+    name: str, index: int, function: Any, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("stand_in_peer")
+    vars(module)["step"] = function
+    monkeypatch.setitem(sys.modules, "stand_in_peer", module)
+    peer = next(peer for peer in peers.PEERS if peer.name == name)
+    where = {TINY[index].recurrence.name: ("stand_in_peer", "step")}
+    it = replace(case(TINY[index], B=5), inputs=torch.bfloat16)
+    row = peers.measure(replace(peer, where=where, gpu=False), it, Bench(CPU, Still(CPU)))
+    assert isinstance(row, Row), row
+
+
+# ------------------------------------------------------------------------------------------------ tuning
+
+
+@dataclass(frozen=True)
+class Config:
+    """A stand-in for LaunchConfig: ``loops`` is its time, ``error`` what it is off by."""
+
+    loops: int
+    error: float = 0.0
+
+
+def launch(*args: Any, config: Config) -> None:
+    if config.loops > 9:
+        raise RuntimeError("out of resources")
+    torch_backend.verify(*args)
+    args[-1].mul_(1 + config.error)
+
+
+@pytest.mark.parametrize("mode", ["standard", "verify"])
+def test_tune_takes_the_fastest_that_is_right(mode: str, quick: None) -> None:
+    class Counts(Still):
+        def time(self, run: timing.Run) -> Timed:
+            calls.clear()
+            run()
+            return Timed(len(calls) * 1e-3, 3e9)
+
+    calls: list[None] = []
+
+    def counted(*args: Any, config: Config) -> None:
+        launch(*args, config=config)
+        calls.extend([None] * config.loops)
+
+    it = case(TINY[2], mode)
+    configs = [Config(3), Config(1, 0.01), Config(2), Config(10), Config(4)]
+    told: list[str] = []
+    tuned = tune(it, Bench(CPU, Counts(CPU)), configs, counted, told.append)
+    assert tuned.config == Config(2) and tuned.us == pytest.approx(2000)
+    assert [config for config, _ in tuned.times] == [Config(3), Config(2), Config(4)]
+    assert [config for config, _ in tuned.refused] == [Config(1, 0.01), Config(10)]
+    assert tuned.line.startswith(f"    (True, True, 32, {mode == 'standard'}): Config(loops=2, error=0.0),  # tiny kda")
+    assert len(told) == 5 and json.loads(json.dumps(tuned.plain()))["config"] == {"loops": 2, "error": 0.0}
+
+
+def test_tune_refuses_where_nothing_is_right(quick: None) -> None:
+    with pytest.raises(WrongKernel, match="no launch configuration is right for tiny mamba2"):
+        tune(case(), Bench(CPU, Still(CPU)), [Config(1, 0.01)], launch)
+
+
+def test_tune_prints_lines_for_the_table(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from replayssm.cli import bench as command
+
+    def tuned(it: Case, bench: Bench, tell: Any) -> Tuned:
+        return Tuned(it, Config(1), 12.5, 1.25, [(Config(1), 12.5)], [(Config(2), "WrongKernel: off")])
+
+    monkeypatch.setattr("replayssm.bench.tune.tune", tuned)
+    monkeypatch.setattr(command, "_check_files", lambda args, device: None)
+    assert main([*FAST, "--tune", "--recurrence", "mamba2"]) == 0
+    shown = capsys.readouterr()
+    assert "    (False, False, 32, True): Config(loops=1, error=0.0),  # tiny mamba2, float32, standard" in shown.out
+    assert "refused: Config(loops=2, error=0.0): WrongKernel: off" in shown.err
+
+
+def test_the_plain_kernel_is_the_fastest_that_is_right(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    """On a GPU; here with stand-ins for the launches."""
+    triton = pytest.importorskip("replayssm.backends.triton")
+    monkeypatch.setattr(triton, "refuses", lambda layer: None)
+    monkeypatch.setattr("replayssm.backends.cpu.refuses", lambda layer: "not here")
+    monkeypatch.setattr(triton, "launch_plain", launch)
+    monkeypatch.setattr(triton, "fold", torch_backend.fold)
+    monkeypatch.setattr(kernels, "plain_configs", lambda K, V: [Config(1, 0.01), Config(2), Config(1)])
+    timed = [Timed(3e-3, 3e9), Timed(1e-3, 3e9)]
+    monkeypatch.setattr(Still, "time", lambda self, run: timed.pop(0))
+    assert Bench(CPU, Still(CPU)).plain(case(TINY[0])).seconds == pytest.approx(1e-3) and not timed
+    monkeypatch.setattr(kernels, "plain_configs", lambda K, V: [Config(1, 0.01)])
+    with pytest.raises(WrongKernel, match="the plain kernel with Config"):
+        Bench(CPU, Still(CPU)).plain(case(TINY[0]))
+
+
+def test_recurrences_of_shapes() -> None:
+    assert SHAPES["mamba2 96x80"].recurrence is MAMBA2 and SHAPES["kda 64"].recurrence is KDA
