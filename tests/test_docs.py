@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -79,6 +80,24 @@ def test_the_readme_names_every_command() -> None:
 
     named = set(re.findall(r"^\| `replayssm (\w+)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
     assert named == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+
+
+def test_the_readme_s_cpu_table_is_made_from_the_file() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "cpu-xeon-2.8ghz-2core.json").read_text("utf-8"))["rows"]
+    names = {
+        "stock transformers": "stock transformers",
+        "torch, fold every 16, staggered": "ReplaySSM, `torch`",
+        "cpu, fold every 16, staggered": "ReplaySSM, `cpu` (compiled)",
+        "cpu, plain (fold every step)": "plain recurrence, by the kernels of `cpu`",
+    }
+    section = (ROOT / "README.md").read_text("utf-8").split("## Performance")[1].split("\n## ")[0]
+    for variant, name in names.items():
+        mine = {row["recurrence"]: row for row in rows if row["variant"] == variant}
+        cells = [f"{mine[recurrence]['ms']:.1f}" for recurrence in ("mamba2", "gdn", "kda")]
+        assert f"| {name} | {' | '.join(cells)} |" in section
+        if variant == "cpu, fold every 16, staggered":
+            shares = [f"{mine[recurrence]['share']:.0%}" for recurrence in ("mamba2", "gdn", "kda")]
+            assert f"| share of the bandwidth of a sum, `cpu` | {' | '.join(shares)} |" in section
 
 
 def test_ci_runs_the_readme_test_command() -> None:

@@ -109,7 +109,7 @@ class PlainScreen:
 NOTE = (
     "State moved a token: recurrent state and ring that a decode step of one sequence must read and write, mean of a\n"
     "fold cycle (replayssm.traffic). A step of models this small is spent in Python, not in memory traffic, so their\n"
-    "tokens/s say little about large ones: benchmarks/ measures those shapes."
+    "tokens/s say little about large ones: `replayssm bench` measures those shapes."
 )
 
 
