@@ -109,6 +109,10 @@ def test_rows_and_pools_are_spread_over_the_cycle(monkeypatch: pytest.MonkeyPatc
     for _, counts in seen:
         assert {counts.count(c) for c in it.counts} <= {1, 2}
     assert {counts[0] for _, counts in seen[:3]} == {1, 2, 3}  # at batch 1, the pools stagger each other
+    monkeypatch.setattr(kernels, "cache_bytes", lambda device: 7 * it.checkpoint_bytes // 4)
+    layers = Rotation(it, CPU)
+    assert len(layers.pools) == layers.calls == 10  # a pool at each point of the cycle needs one step only
+    assert [int(layer.ring.count[0]) for layer in layers.layers()] == 2 * it.counts
 
 
 def test_shapes_are_selected_by_what_a_run_is_for() -> None:
@@ -258,7 +262,7 @@ def test_a_quick_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     assert [row["mode"] for row in ours] == ["standard", "verify", "fold"]
     for row in rows:
         assert row["us"] > 0 and row["x"] == pytest.approx(row["us"] * row["read_gbps"] * 1e3 / (2 * 64 * 64 * 4))
-        assert row["pools"] == kernels.FEW
+        assert row["pools"] >= kernels.FEW
     assert "peer fla: not timed: runs on a GPU only" in shown.err
 
 

@@ -135,8 +135,9 @@ class Bench:
 
 class Rotation:
     """Pools used in turn, together larger than the last cache by far, each at another point of its fold cycle; so are
-    the rows of a pool, evenly. A run is one cycle of every pool: the cursors of each step are laid out beforehand, as
-    one commit serves all layers of a model and is not a layer's cost."""
+    the rows of a pool, evenly. A run is one cycle of every pool or, where there are pools for each point of the cycle,
+    one step of each. The cursors of each step are laid out beforehand, as one commit serves all layers of a model and
+    is not a layer's cost."""
 
     def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
         B, self.case = case.batch, case
@@ -152,14 +153,14 @@ class Rotation:
     @property
     def calls(self) -> int:
         """Calls of the backend in one run."""
-        return len(self.pools) * len(self.cursors)
+        return len(self.layers())
 
     def layers(self) -> list[LayerState]:
         """The layer that each call of a run works on."""
-        steps = range(len(self.cursors))
+        F = len(self.cursors)
         return [
-            dataclasses.replace(pool, ring=self.cursors[(step + i) % len(steps)])
-            for step in steps
+            dataclasses.replace(pool, ring=self.cursors[(step + i) % F])
+            for step in range(F if len(self.pools) < F else 1)
             for i, pool in enumerate(self.pools)
         ]
 
@@ -186,9 +187,10 @@ class Rotation:
 
 
 def pool_count(case: Case, device: torch.device) -> int:
-    """How many pools a case takes in turn."""
+    """How many pools a case takes in turn: from the length of a fold cycle on, a multiple of it."""
     wanted = math.ceil(ROTATE * cache_bytes(device) / case.checkpoint_bytes)
-    return min(max(1, wanted), FEW if case.shape.small else MANY)
+    wanted, F = min(max(1, wanted), FEW if case.shape.small else MANY), len(case.counts)
+    return wanted if wanted < F else -(-wanted // F) * F
 
 
 def moved_bytes(case: Case, layer: LayerState) -> float:

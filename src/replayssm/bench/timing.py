@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 MIB = 1 << 20
+PATIENCE = 4.0  # seconds after which a CPU's repeats end, if there are three
 Run = Callable[[], object]
 
 
@@ -30,11 +31,13 @@ class Clock:
         self.device, self.repeats = torch.device(device), repeats
 
     def time(self, run: Run) -> Timed:
-        """Median of the repeats, after one run that is not counted."""
+        """Median of the repeats, after one run that is not counted. Slow runs on a CPU are repeated less often."""
         if self.device.type == "cuda":
             return Timed(graph_seconds(run, self.device, self.repeats), self._gpu_read)
         self._wall(run)
-        pairs = [(self._wall(run), self._wall(self._read_buffer.sum)) for _ in range(self.repeats)]
+        pairs, start = [], time.perf_counter()
+        while len(pairs) < self.repeats and (len(pairs) < 3 or time.perf_counter() - start < PATIENCE):
+            pairs.append((self._wall(run), self._wall(self._read_buffer.sum)))
         took, reads = (median(times) for times in zip(*pairs, strict=True))
         return Timed(took, self._read_buffer.nbytes / reads)
 
@@ -70,10 +73,10 @@ def graph_seconds(run: Run, device: torch.device, repeats: int = 11) -> float:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 run()
-            graph.replay()
             times = []
             for _ in range(repeats):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                graph.replay()  # keeps the GPU at work while what is timed is launched, so that no launch is timed
                 start.record(stream)
                 graph.replay()
                 end.record(stream)
