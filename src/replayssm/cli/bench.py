@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.device(check_device(args.device or "auto"))
     check_backend(args.backend or "auto")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # where Triton launches
     cases = _cases(args, device)
     _check_files(args, device)
     on_gpu = device.type != "cpu"
@@ -195,7 +197,7 @@ def _measure(cases: list[Case], bench: Bench, args: argparse.Namespace) -> Itera
     reasons: dict[str, None] = {}
     show(f"\n{HEAD}")
     for done, case in enumerate(cases):
-        with _progress(f"{done + 1}/{len(cases)} {case}", lines=args.json):
+        with _Progress(f"{done + 1}/{len(cases)} {case}", lines=args.json):
             try:
                 rows = [bench.measure(case, args.backend or "auto")]
             except torch.OutOfMemoryError:
@@ -225,7 +227,7 @@ def _tune(cases: list[Case], bench: Bench, quiet: bool) -> Iterator[Tuned]:
     from replayssm.bench.tune import tune
 
     for done, case in enumerate(cases):
-        with _progress(f"{done + 1}/{len(cases)} {case}", lines=quiet) as tell:
+        with _Progress(f"{done + 1}/{len(cases)} {case}", lines=quiet) as tell:
             tuned = tune(case, bench, tell=tell)
         if not quiet:
             print(tuned.line, flush=True)
@@ -234,7 +236,7 @@ def _tune(cases: list[Case], bench: Bench, quiet: bool) -> Iterator[Tuned]:
         yield tuned
 
 
-class _progress:
+class _Progress:
     """What is measured now, on stderr: one line that is wiped again in a terminal; elsewhere, with ``lines``, one a
     case."""
 
