@@ -1,0 +1,292 @@
+"""``replayssm.generate`` on every model type and drafter: the greedy text of stock transformers, the distribution of
+plain sampling; what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from test_hf_generate import prompt
+from test_speculative import chi_square_limit
+from tiny_models import BACKEND, BUILDERS, build
+
+import replayssm
+from replayssm import Sampling
+from replayssm.speculative import Draft, EarlierOutputs
+from replayssm.tiny import TINY, tiny_model
+
+transformers.logging.set_verbosity_error()
+NEW = 24
+GREEDY: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False)
+
+
+class Fixed:
+    """Drafts from texts that it was given: all right, all wrong, or wrong now and then; some rows get fewer."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], how: str) -> None:
+        self.texts, self.how = [list(text) for text in texts], how
+        self.step = 0
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+        self.step += 1
+        rows = []
+        for row, (text, n) in enumerate(zip(texts, most, strict=True)):
+            whole = next(whole for whole in self.texts if whole[: len(text)] == list(text))
+            draft = whole[len(text) :][: max(0, n - row * (self.how == "mixed"))]
+            wrong = len(draft) if self.how == "bad" else (self.step + row) % 3 if self.how == "mixed" else 0
+            rows.append([token if i < len(draft) - wrong else (token + 1) % 100 for i, token in enumerate(draft)])
+        return Draft.of(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
+class Subject(NamedTuple):
+    model: Any
+    close: Any  # much like the model
+    inputs: dict[str, torch.Tensor]
+    want: torch.Tensor
+
+    def texts(self) -> list[list[int]]:
+        """Without padding."""
+        pads = (self.inputs["attention_mask"] == 0).sum(1)
+        return [row[pad:].tolist() for row, pad in zip(self.want, pads, strict=True)]
+
+
+def close_to(model: Any, name: str) -> Any:
+    other = build(name)
+    weight = other.get_output_embeddings().weight
+    with torch.no_grad():
+        weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    return other
+
+
+@pytest.fixture(scope="module", params=list(BUILDERS))
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    model = build(request.param)
+    model.generation_config.eos_token_id = None
+    inputs = prompt(27, 5, 14)
+    want = model.generate(**inputs, **GREEDY)
+    close = close_to(model, request.param)
+    for m in (model, close):
+        replayssm.attach(m, backend=BACKEND)
+    yield Subject(model, close, inputs, want)
+    for m in (model, close):
+        replayssm.detach(m)
+
+
+def run(subject: Subject, draft: Any, **kwargs: Any) -> Any:
+    out = replayssm.generate(
+        subject.model, **subject.inputs, draft=draft, **dict(max_new_tokens=NEW, eos_token_id=()) | kwargs
+    )
+    assert out.new_tokens == [NEW] * 3
+    assert out.accepted <= out.drafted and out.row_steps <= 3 * out.steps
+    assert sum(out.new_tokens) == 3 + out.row_steps + out.accepted
+    return out
+
+
+def test_greedy_with_lookups(subject: Subject) -> None:
+    for draft in (None, "prompt-lookup", "earlier-outputs"):
+        out = run(subject, draft)
+        assert torch.equal(out.sequences, subject.want), draft
+    assert out.steps <= NEW - 1
+
+
+def test_greedy_with_a_bad_a_perfect_and_a_mixed_drafter(subject: Subject) -> None:
+    results = {}
+    for how in ("bad", "perfect", "mixed"):
+        results[how] = run(subject, Fixed(subject.texts(), how), draft_tokens=4)
+        assert torch.equal(results[how].sequences, subject.want), how
+    assert results["bad"].acceptance == 0 and results["bad"].steps == NEW - 1
+    assert results["perfect"].acceptance == 1 and results["perfect"].steps == 5
+    assert 0.3 < results["mixed"].acceptance < 1
+
+
+def test_greedy_with_a_draft_model(subject: Subject) -> None:
+    itself, close = run(subject, subject.model), run(subject, subject.close)
+    assert torch.equal(itself.sequences, subject.want) and torch.equal(close.sequences, subject.want)
+    assert itself.acceptance == 1 and itself.steps < 6
+    assert 0.05 < close.acceptance < 1
+
+
+def small(name: str) -> Any:
+    """Five tokens, of which all texts are likely enough to be counted."""
+    model = build(name, vocab_size=5, pad_token_id=0, bos_token_id=1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 0.5
+    return replayssm.attach(model, backend=BACKEND)
+
+
+def exact(model: Any, start: list[int], sampling: Sampling) -> torch.Tensor:
+    """Probabilities ``[5, 5, 5]`` of the three tokens that follow."""
+    texts = torch.cartesian_prod(*[torch.arange(5)] * 2)
+    ids = torch.cat([torch.tensor(start).expand(25, -1), texts], 1)
+    with torch.no_grad():
+        p = sampling.probs(model(ids, use_cache=False).logits[:, len(start) - 1 :].double())
+    first, second = p[0, 0], p[::5, 1]
+    return first[:, None, None] * second[:, :, None] * p[:, 2].view(5, 5, 5)
+
+
+class Always:
+    """Drafts the same tokens, whatever the text is."""
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+        return Draft.of([[1, 4][:n] for n in most])
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("drafter", ["model", "always"])
+def test_sampling_is_lossless(name: str, drafter: str) -> None:
+    """2,000 texts of three tokens, counted, against their exact probabilities: chi-square, four deviations."""
+    model, start = small(name), [3]  # a prompt of one token: KDA's own function pads more to 64
+    draft: Any = llama(5, bos_token_id=1, initializer_range=0.5) if drafter == "model" else Always()
+    sampling = Sampling(0.9, top_k=4, generator=torch.Generator().manual_seed(11))
+    ids = torch.tensor([start]).expand(500, -1)
+    counts = torch.zeros(125, dtype=torch.float64)
+    for _ in range(4):
+        out = replayssm.generate(
+            model, ids, max_new_tokens=3, draft=draft, draft_tokens=2, sampling=sampling, eos_token_id=()
+        )
+        a, b, c = out.sequences[:, -3:].T
+        counts += torch.bincount(25 * a + 5 * b + c, minlength=125)
+        assert 0 < out.accepted < out.drafted
+    expected = exact(model, start, sampling).flatten() * counts.sum()
+    assert float(counts[expected == 0].sum()) == 0, "top_k leaves these out"
+    likely = expected >= 5
+    assert likely.sum() > 20
+    error = (counts - expected)[likely] ** 2 / expected[likely]
+    assert float(error.sum()) < chi_square_limit(int(likely.sum()))
+    replayssm.detach(model)
+
+
+def test_rows_stop_early() -> None:
+    """Each at its own end, of several; the others go on. What follows an accepted end is dropped."""
+    model = build("qwen3_5")
+    inputs = prompt(27, 5, 14, 20)
+    plain = model.generate(**inputs, **GREEDY)
+    ends = [int(plain[0, -20]), int(plain[2, -12])]
+    want = model.generate(**inputs, **GREEDY, eos_token_id=ends)
+    replayssm.attach(model, backend=BACKEND)
+    texts = [row[row.tolist().index(next(t for t in row.tolist() if t)) :].tolist() for row in plain]
+    told: dict[int, list[int]] = {}
+    for draft in ("prompt-lookup", Fixed(texts, "perfect"), Fixed(texts, "mixed"), model):
+        told.clear()
+        out = replayssm.generate(
+            model, **inputs, max_new_tokens=NEW, draft=draft, eos_token_id=ends,
+            on_tokens=lambda row, tokens: told.setdefault(row, []).extend(tokens),
+        )  # fmt: skip
+        assert torch.equal(out.sequences, want)
+        assert out.new_tokens[0] < out.new_tokens[1] or out.new_tokens[2] < out.new_tokens[1]
+        assert [len(told[row]) for row in range(4)] == out.new_tokens
+        assert all(out.sequences[row, 27 : 27 + n].tolist() == told[row] for row, n in enumerate(out.new_tokens))
+    replayssm.detach(model)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_one_and_two_tokens(new: int) -> None:
+    model = build("mamba2")
+    inputs = prompt(1, 1)
+    want = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    replayssm.attach(model, backend=BACKEND)
+    out = replayssm.generate(model, **inputs, max_new_tokens=new)
+    assert torch.equal(out.sequences, want) and out.steps == new - 1
+    replayssm.detach(model)
+
+
+def llama(vocab_size: int = 128, **kwargs: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, num_hidden_layers=1, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=0, eos_token_id=None, **kwargs,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_models_with_attention_only() -> None:
+    """As a drafter for a hybrid, and as the model itself; neither has to be attached."""
+    model, other = build("qwen3_5"), llama()
+    inputs = prompt(27, 5, 14)
+    want, theirs = (m.generate(**inputs, **GREEDY) for m in (model, other))
+    replayssm.attach(model, backend=BACKEND)
+    out = replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=other, draft_tokens=5)
+    assert torch.equal(out.sequences, want) and out.acceptance < 0.2
+    out = replayssm.generate(other, **inputs, max_new_tokens=NEW, draft=model, draft_tokens=3)
+    assert torch.equal(out.sequences, theirs)
+    replayssm.detach(model)
+
+
+def test_automatic_drafts_follow_acceptance() -> None:
+    model = build("mamba2")
+    inputs = {"input_ids": prompt(9)["input_ids"]}
+    text = model.generate(**inputs, max_new_tokens=70, do_sample=False)
+    replayssm.attach(model, backend=BACKEND)
+    bad, good = (
+        replayssm.generate(model, **inputs, max_new_tokens=70, draft=Fixed(text.tolist(), how))
+        for how in ("bad", "perfect")
+    )
+    assert torch.equal(bad.sequences, text) and torch.equal(good.sequences, text)
+    assert bad.steps == 69 and bad.drafted < 35
+    assert good.steps < 12
+    replayssm.detach(model)
+
+
+def test_earlier_outputs_across_calls() -> None:
+    """The second time the text is known."""
+    model = replayssm.attach(build("kimi_linear"), backend=BACKEND)
+    drafter, inputs = EarlierOutputs(), prompt(9, 14)
+    first, second = (replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=drafter) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert second.steps < first.steps / 2 and second.acceptance > 0.9
+    replayssm.detach(model)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_trained_models(name: str) -> None:
+    """The three that come with the package: each drafter, and one of the others as a draft model."""
+    model, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(tiny_model(n), dtype=torch.float32)
+        for n in (name, "gdn" if name == "mamba2" else "mamba2")
+    )
+    texts = [[0, *b"class Server:\n    def __init__(self"], [0, *b"import os\nimport sys\n"]]
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=48, min_new_tokens=48, do_sample=False)
+    for m in (model, other):
+        replayssm.attach(m, backend=BACKEND)
+    for draft in ("prompt-lookup", "earlier-outputs", other):
+        out = replayssm.generate(model, ids, mask, max_new_tokens=48, draft=draft)
+        assert torch.equal(out.sequences, want)
+        assert out.acceptance > 0.1 and out.steps < 45
+    for m in (model, other):
+        replayssm.detach(m)
+
+
+def test_errors() -> None:
+    model = build("mamba2")
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match=r"not attached; call replayssm.attach"):
+        replayssm.generate(model, ids)
+    replayssm.attach(model, backend=BACKEND)
+    cases: list[tuple[dict[str, Any], str]] = [
+        (dict(draft="mcts"), "unknown draft 'mcts'; valid: prompt-lookup"),
+        (dict(draft_tokens=0), "draft_tokens must be 'auto' or at least 1; got 0"),
+        (dict(draft_tokens="many"), "draft_tokens must be 'auto'"),
+        (dict(max_new_tokens=0), "max_new_tokens must be at least 1; got 0"),
+        (dict(draft=llama(99)), "vocabulary of 128; got 99"),
+        (dict(attention_mask=torch.tensor([[1, 1, 0]])), "padding must be on the left"),
+        (dict(attention_mask=torch.tensor([[1, 0, 1]])), "padding must be on the left"),
+        (dict(attention_mask=torch.ones(1, 2)), r"attention_mask must be like input_ids, \(1, 3\); got \(1, 2\)"),
+    ]
+    for kwargs, message in cases:
+        with pytest.raises(ValueError, match=message):
+            replayssm.generate(model, ids, **kwargs)
+    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\]"):
+        replayssm.generate(model, ids[0])
+    replayssm.detach(model)
