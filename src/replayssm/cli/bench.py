@@ -33,10 +33,12 @@ NOTE = (
 def add(commands: Any) -> None:
     """Declares the command and what it can time. Options of the default stand on both levels, without defaults of
     their own, so that neither level overwrites the other's."""
-    parser = commands.add_parser("bench", help="time the kernels against the memory's speed", description=__doc__)
+    parser = commands.add_parser(
+        "bench", help="time the kernels against the memory's speed", description=f"Default: kernels. {run.__doc__}"
+    )
     _add_kernel_options(parser)
     parser.set_defaults(run=run)
-    what = parser.add_subparsers(title="what to time", metavar="WHAT", required=False)
+    what = parser.add_subparsers(title="what to time", metavar="[kernels]", required=False)
     kernels = what.add_parser(
         "kernels", help="a step of one layer (the default)", argument_default=argparse.SUPPRESS, description=run.__doc__
     )
@@ -50,7 +52,7 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
 
     some("recurrence", "mamba2, gdn, kda (default: all)")
     some("shape", "named layers, such as 'gdn 16/64' (default: those of the recurrences)")
-    some("dtype", "of the checkpoint: float32, bfloat16, float16")
+    some("dtype", "of the checkpoint: float32, bfloat16, float16 (default: the first two; on a CPU the first)")
     some("batch", "sequences a step (default: 1,8,32,64,256; on a CPU 1,8,64)")
     some("mode", "standard, verify, fold (default: all)")
     whole = number(int, 1)
@@ -68,7 +70,7 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times kernels, each after a check against the float64 oracle; 1 where one is wrong."""
+    """Times each kernel of a layer after a check against the float64 oracle; exit code 1 where one is wrong."""
     import torch
 
     from replayssm.bench.about import about
