@@ -27,7 +27,7 @@ from replayssm.tiny import TINY, tiny_model
 
 KEYS = {
     "recurrence", "identical", "tokens_per_s", "stock_tokens_per_s", "state_bytes_per_token",
-    "stock_state_bytes_per_token", "bytes_per_sequence",
+    "stock_state_bytes_per_token", "bytes_per_sequence", "drafts_accepted", "tokens_per_forward",
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def test_demo_json_is_identical_for_each_trained_model(name: str, capsys: pytest
     assert model["recurrence"] == name and model["identical"] is True
     assert 0 < model["state_bytes_per_token"] < model["stock_state_bytes_per_token"]
     assert model["tokens_per_s"] > 0 and model["stock_tokens_per_s"] > 0 and model["bytes_per_sequence"] > 0
+    assert 0 < model["drafts_accepted"] <= 1 < model["tokens_per_forward"]
     assert "identical: 40 tokens" in shown.err
 
 
@@ -116,6 +117,8 @@ RESULT = Result("gdn", 24, None, 0.0, 1e-6, 100.0, 90.0, 50_000.0, 65_536.0, 70_
 def test_the_table_says_where_a_text_differs(capsys: pytest.CaptureFixture[str]) -> None:
     PlainScreen("", sys.stdout, quiet=False).table([RESULT, dataclasses.replace(RESULT, divergence=7)])
     assert capsys.readouterr().out.splitlines()[1].split() == ["text", "identical", "differs", "at", "7"]
+    PlainScreen("", sys.stdout, quiet=False).table([dataclasses.replace(RESULT, drafts_identical=False)])
+    assert "differs with drafts" in capsys.readouterr().out
 
 
 def test_first_difference() -> None:
@@ -270,3 +273,48 @@ def test_a_closed_pipe_is_no_error(checkpoint: Path) -> None:
     assert process.wait(timeout=60) == 141
     assert b"Traceback" not in err and b"Exception" not in err
     process.stderr.close()
+
+
+# ------------------------------------------------------------------------------------------------ drafts
+
+
+@pytest.mark.parametrize("more", [["prompt-lookup"], ["{other}", "--draft-tokens", "3"]])
+def test_generate_with_drafts_writes_the_same(
+    checkpoint: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = copy_checkpoint(checkpoint, tmp_path)
+    assert continue_text(checkpoint, "--prompt", "ababab") == 0
+    plain = capsys.readouterr().out
+    more = [x.format(other=other) for x in more]
+    assert continue_text(checkpoint, "--prompt", "ababab", "--draft", *more) == 0
+    shown = capsys.readouterr()
+    assert shown.out == plain
+    assert "20 tokens" in shown.err and "drafts accepted" in shown.err
+    if more[0] != "prompt-lookup":  # the model itself: drafts of three, so five forwards
+        assert "15 of 15 drafts accepted" in shown.err or "14 of 14 drafts accepted" in shown.err
+    assert continue_text(checkpoint, "--prompt", "ab", "--temperature", "0.8", "--draft", "prompt-lookup") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "beam"], "--draft must be prompt-lookup or a checkpoint directory; got 'beam'"),
+        (["--draft-tokens", "3"], "it needs --draft"),
+        (["--draft", "prompt-lookup", "--draft-tokens", "0"], "of at least 1; got '0'"),
+        (["--draft", "prompt-lookup", "--no-replay"], "leave out --no-replay"),
+        (["--draft", str(tiny_model("gdn").parent)], "is not a checkpoint"),
+    ],
+)
+def test_generate_refuses_drafts(
+    checkpoint: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert continue_text(checkpoint, "--prompt", "ab", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_draft_model_has_the_same_tokens(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_byte_model(tmp_path, vocab_size=300)
+    assert continue_text(checkpoint, "--prompt", "ab", "--draft", str(tmp_path)) == 2
+    assert "300" in capsys.readouterr().err

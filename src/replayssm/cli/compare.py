@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from replayssm import attach, detach
+from replayssm import attach, detach, generate
 from replayssm.cli.args import UsageError
 from replayssm.cli.checkpoint import Checkpoint
 from replayssm.cli.stream import TextStream, sampling
@@ -23,7 +23,8 @@ class Result:
     """What one model showed. Speeds are medians of ``REPEATS`` runs after the streamed one, sides in alternating order.
 
     divergence: index of the first token that differs, or None; gap: how far apart stock's scores of the two tokens are
-    there; difference: the largest between both sides' logits up to there.
+    there; difference: the largest between both sides' logits up to there. drafts_accepted, tokens_per_forward: of
+    greedy decoding with drafts looked up in the text; drafts_identical: that it gave the tokens of decoding without.
     """
 
     recurrence: str
@@ -37,11 +38,14 @@ class Result:
     stock_state_bytes_per_token: float
     bytes_per_sequence: int
     stock_bytes_per_sequence: int
+    drafts_accepted: float = 0.0
+    tokens_per_forward: float = 1.0
+    drafts_identical: bool = True
 
     @property
     def identical(self) -> bool:
         """Every token is the same."""
-        return self.divergence is None
+        return self.divergence is None and self.drafts_identical
 
     def summary(self) -> dict[str, Any]:
         """The keys of ``replayssm demo --json``."""
@@ -53,6 +57,8 @@ class Result:
             "state_bytes_per_token": round(self.state_bytes_per_token),
             "stock_state_bytes_per_token": round(self.stock_state_bytes_per_token),
             "bytes_per_sequence": self.bytes_per_sequence,
+            "drafts_accepted": round(self.drafts_accepted, 3),
+            "tokens_per_forward": round(self.tokens_per_forward, 3),
         }
 
 
@@ -80,6 +86,7 @@ class Comparison:
         divergence = first_difference(streams["stock"].tokens, streams["replay"].tokens)
         gap, difference = _logit_gap(outputs, streams["stock"].tokens, streams["replay"].tokens, divergence)
         rates = self._time()
+        plain, drafted = self._draft()
         replay, stock = outputs["replay"].past_key_values, outputs["stock"].past_key_values
         layers = replay.recurrent.pool.layers
         return Result(
@@ -88,6 +95,8 @@ class Comparison:
             state_bytes_per_token=sum(map(replay_bytes, layers)),
             stock_state_bytes_per_token=sum(map(plain_bytes, layers)),
             bytes_per_sequence=replay.nbytes, stock_bytes_per_sequence=_recurrent_bytes(stock),
+            drafts_accepted=drafted.acceptance, tokens_per_forward=drafted.tokens_per_step,
+            drafts_identical=plain.sequences.equal(drafted.sequences),
         )  # fmt: skip
 
     def _time(self) -> dict[str, list[float]]:
@@ -98,6 +107,22 @@ class Comparison:
                 self.status(f"timing, run {done + 1} of {2 * REPEATS}")
                 rates[side].append(self._generate(side, min(self.tokens, TIMED_TOKENS))[1].rate)
         return rates
+
+    def _draft(self) -> list[Any]:
+        """ReplaySSM's greedy text without and with drafts."""
+        import torch
+
+        self.status("ReplaySSM verifies drafts")
+        model = self.checkpoint.model
+        ids = torch.tensor([self.checkpoint.encode(self.prompt)])
+        attach(model, **self.attaching)
+        try:
+            return [
+                generate(model, ids, max_new_tokens=self.tokens, draft=draft, eos_token_id=())
+                for draft in (None, "prompt-lookup")
+            ]
+        finally:
+            detach(model)
 
     def _generate(self, side: str, tokens: int, **outputs: Any) -> tuple[Any, TextStream]:
         """One text. Where no outputs are asked for it is a timed run, and its text goes nowhere."""

@@ -25,6 +25,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--top-k", type=number(int, 1), metavar="N", help="sample among the N most likely tokens")
     parser.add_argument("--top-p", type=number(float, 0, 1), metavar="X", help="sample among the most likely share X")
     parser.add_argument("--seed", type=number(int, 0), default=0, metavar="N", help="of sampling; default: 0")
+    parser.add_argument(
+        "--draft", metavar="HOW",
+        help="verify several drafted tokens in a forward: prompt-lookup finds them in the text itself, a directory is "
+        "that of a smaller model with the same tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-tokens", type=_draft_tokens, default="auto", metavar="N", help="drafts a forward; default: auto"
+    )
     parser.add_argument("--no-replay", action="store_true", help="stock transformers instead")
     add_replay_options(parser)
     parser.add_argument(
@@ -39,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     if args.temperature == 0 and (args.top_k is not None or args.top_p is not None):
         raise UsageError("--top-k and --top-p choose among samples; they need --temperature above 0")
+    if args.draft is None and args.draft_tokens != "auto":
+        raise UsageError("--draft-tokens is the number of drafts; it needs --draft")
+    if args.draft is not None and args.no_replay:
+        raise UsageError("--draft needs ReplaySSM: stock transformers cannot take drafts back; leave out --no-replay")
     check_backend(args.backend)
     prompt = _prompt(args.prompt)
 
@@ -49,34 +61,79 @@ def run(args: argparse.Namespace) -> int:
     ids = checkpoint.encode(prompt)
     if not ids:
         raise UsageError("the prompt has no tokens")
-    model = checkpoint.model
-    with contextlib.nullcontext() if args.no_replay else _attached(model, args):
-        return _generate(checkpoint, ids, device, args)
+    draft = None if args.draft is None else _drafter(args.draft, device, args)
+    with contextlib.ExitStack() as attached:
+        if not args.no_replay:
+            attached.enter_context(_attached(checkpoint.model, args))
+        if draft is not None and not isinstance(draft, str) and _replayed(draft):
+            attached.enter_context(_attached(draft, args))
+        return _generate(checkpoint, ids, device, args, draft)
 
 
-def _generate(checkpoint: Any, ids: list[int], device: Any, args: argparse.Namespace) -> int:
+def _generate(checkpoint: Any, ids: list[int], device: Any, args: argparse.Namespace, draft: Any) -> int:
     import torch
 
     from replayssm.cli.stream import TextStream, sampling
 
     model = checkpoint.model
     stream = TextStream(checkpoint.decode, _write, _counter(args.max_new_tokens))
+    prompt, drafted = torch.tensor([ids], device=device), None
+    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     torch.manual_seed(args.seed)
     begin = time.perf_counter()
     try:
-        model.generate(
-            torch.tensor([ids], device=device), attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
-            streamer=stream,
-            **sampling(args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p),
-        )  # fmt: skip
+        if draft is None:
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), streamer=stream, **sampling(args.max_new_tokens, **how)
+            )
+        else:
+            drafted = _speculate(model, prompt, draft, args, stream, how)
     finally:
         print(flush=True)
-        _report(stream, begin)
+        _report(stream, begin, drafted)
     if args.explain:
         from replayssm.hf import explain
 
         print(explain(model), file=sys.stderr)
     return 0
+
+
+def _speculate(model: Any, prompt: Any, draft: Any, args: argparse.Namespace, stream: Any, how: dict[str, Any]) -> Any:
+    import torch
+
+    import replayssm
+
+    stream.put(prompt)
+    try:
+        return replayssm.generate(
+            model, prompt, max_new_tokens=args.max_new_tokens, draft=draft, draft_tokens=args.draft_tokens,
+            sampling=replayssm.Sampling(**how), on_tokens=lambda row, tokens: stream.put(torch.tensor(tokens)),
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        stream.end()
+
+
+def _drafter(name: str, device: Any, args: argparse.Namespace) -> Any:
+    """What ``--draft`` names: a way, or the model in a directory."""
+    if name == "prompt-lookup":
+        return name
+    if not Path(name).is_dir():
+        raise UsageError(f"--draft must be prompt-lookup or a checkpoint directory; got {name!r}")
+    from replayssm.cli.checkpoint import load
+
+    return load(Path(name), dtype=args.dtype, device=device, replay=False).model
+
+
+def _replayed(model: Any) -> bool:
+    from replayssm.hf import SUPPORTED
+
+    return model.config.get_text_config(decoder=True).model_type in SUPPORTED
+
+
+def _draft_tokens(text: str) -> Any:
+    return text if text == "auto" else number(int, 1)(text)
 
 
 def _prompt(text: str) -> str:
@@ -113,10 +170,15 @@ def _counter(total: int) -> Callable[[int], None] | None:
     return lambda n: print(f"\r{n} of {total} tokens ", end="", file=sys.stderr, flush=True)
 
 
-def _report(stream: Any, begin: float) -> None:
+def _report(stream: Any, begin: float, drafted: Any) -> None:
     if not stream.times:
         return
     rate = f", {stream.rate:.1f} tokens/s" if stream.rate else ""
     first = stream.times[0] - begin
     n = len(stream.tokens)
     print(f"{n} token{'s' * (n != 1)}{rate}, first after {first:.2f} s", file=sys.stderr)
+    if drafted is not None:
+        print(
+            f"{drafted.accepted} of {drafted.drafted} drafts accepted, {drafted.tokens_per_step:.2f} tokens a forward",
+            file=sys.stderr,
+        )

@@ -109,7 +109,8 @@ class PlainScreen:
 NOTE = (
     "State moved a token: recurrent state and ring that a decode step of one sequence must read and write, mean of a\n"
     "fold cycle (replayssm.traffic). A step of models this small is spent in Python, not in memory traffic, so their\n"
-    "tokens/s say little about large ones: `replayssm bench` measures those shapes."
+    "tokens/s say little about large ones: `replayssm bench` measures those shapes. Drafts are looked up in the text\n"
+    "itself, at temperature 0, where models this small repeat themselves and many drafts are right."
 )
 
 
@@ -127,6 +128,8 @@ def describe(name: str, checkpoint: Checkpoint) -> str:
 def verdict(result: Result) -> str:
     """One line on what a model showed."""
     rates = f"{result.tokens_per_s:.0f} tokens/s, stock {result.stock_tokens_per_s:.0f}"
+    if not result.drafts_identical:
+        return f"DIFFERENT with drafts looked up in the text, at temperature 0 · {rates}"
     if result.identical:
         return f"identical: {result.tokens} tokens, logits within {result.difference:.1e} · {rates}"
     return (
@@ -144,14 +147,22 @@ def table_rows(results: Sequence[Result]) -> list[list[str]]:
     """Rows of the closing table: what, whose, then one cell a model."""
 
     return [
-        ["text", "", *("identical" if r.identical else f"differs at {r.divergence}" for r in results)],
+        ["text", "", *(_text(r) for r in results)],
         ["tokens/s", "ReplaySSM", *(f"{r.tokens_per_s:.1f}" for r in results)],
         ["", "stock", *(f"{r.stock_tokens_per_s:.1f}" for r in results)],
         ["state moved a token", "ReplaySSM", *(_kib(r.state_bytes_per_token) for r in results)],
         ["", "stock", *(_kib(r.stock_state_bytes_per_token) for r in results)],
         ["memory a sequence", "ReplaySSM", *(_kib(r.bytes_per_sequence) for r in results)],
         ["", "stock", *(_kib(r.stock_bytes_per_sequence) for r in results)],
+        ["drafts accepted", "ReplaySSM", *(f"{r.drafts_accepted:.0%}" for r in results)],
+        ["tokens a forward", "ReplaySSM", *(f"{r.tokens_per_forward:.2f}" for r in results)],
     ]
+
+
+def _text(result: Result) -> str:
+    if result.divergence is not None:
+        return f"differs at {result.divergence}"
+    return "identical" if result.drafts_identical else "differs with drafts"
 
 
 def _kib(n: float) -> str:

@@ -27,12 +27,13 @@ class TextStream:
         self._shown = 0  # characters of that which were handed on
 
     def put(self, value: Any) -> None:
-        """The prompt, then each new token."""
+        """The prompt, then the new tokens, one or several at a time."""
         if self._prompt:
             self._prompt = False
             return
-        self.tokens += value.flatten().tolist()
-        self.times.append(time.perf_counter())
+        new = value.flatten().tolist()
+        self.tokens += new
+        self.times += [time.perf_counter()] * len(new)
         self._show(final=False)
         if self._count is not None:
             self._count(len(self.tokens))
