@@ -44,6 +44,19 @@ class Fixed:
         pass
 
 
+class Always:
+    """Drafts the same tokens, whatever the text is."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+        return Draft.of([self.tokens[:n] for n in most])
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
 class Subject(NamedTuple):
     model: Any
     close: Any  # much like the model
@@ -112,6 +125,33 @@ def test_greedy_with_a_draft_model(subject: Subject) -> None:
     assert 0.05 < close.acceptance < 1
 
 
+def test_sampled_by_every_type(subject: Subject) -> None:
+    """150 texts of three tokens out of three each, counted, as below; the drafts are sampled, then always the same."""
+    start, sampling = [3], Sampling(4.0, top_k=3, generator=torch.Generator().manual_seed(2))
+    ids = torch.tensor([start])
+    best = subject.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)[0, 2:]
+    expected = 150 * exact(subject.model, start, sampling)
+    for draft in (subject.close, Always(*best.tolist())):
+        out = replayssm.generate(
+            subject.model, ids.expand(150, -1), max_new_tokens=4, draft=draft, draft_tokens=2, sampling=sampling,
+            eos_token_id=(),
+        )  # fmt: skip
+        assert 0 < out.accepted <= out.drafted
+        assert_counts(out.sequences[:, 1:4], expected)
+
+
+def assert_counts(texts: torch.Tensor, expected: torch.Tensor) -> None:
+    """Chi-square, four deviations. Texts that are rare, or that sampling leaves out, count as one."""
+    counts = torch.zeros_like(expected)
+    counts.index_put_(tuple(texts.T), torch.ones(len(texts), dtype=counts.dtype), accumulate=True)
+    assert float(counts[expected == 0].sum()) == 0
+    rare = expected < 3
+    counts, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, expected))
+    error = ((counts - expected) ** 2 / expected)[expected > 0]
+    assert error.numel() > 8
+    assert float(error.sum()) < chi_square_limit(error.numel())
+
+
 def small(name: str) -> Any:
     """Five tokens, of which all texts are likely enough to be counted."""
     model = build(name, vocab_size=5, pad_token_id=0, bos_token_id=1)
@@ -120,24 +160,21 @@ def small(name: str) -> Any:
     return replayssm.attach(model, backend=BACKEND)
 
 
+@torch.no_grad()
 def exact(model: Any, start: list[int], sampling: Sampling) -> torch.Tensor:
-    """Probabilities ``[5, 5, 5]`` of the three tokens that follow."""
-    texts = torch.cartesian_prod(*[torch.arange(5)] * 2)
-    ids = torch.cat([torch.tensor(start).expand(25, -1), texts], 1)
-    with torch.no_grad():
-        p = sampling.probs(model(ids, use_cache=False).logits[:, len(start) - 1 :].double())
-    first, second = p[0, 0], p[::5, 1]
-    return first[:, None, None] * second[:, :, None] * p[:, 2].view(5, 5, 5)
+    """Probabilities ``[V, V, V]`` of the three tokens that follow; only those are run that can."""
 
+    def after(texts: torch.Tensor) -> torch.Tensor:
+        return sampling.probs(model(texts, use_cache=False).logits[:, -1].double())
 
-class Always:
-    """Drafts the same tokens, whatever the text is."""
-
-    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
-        return Draft.of([[1, 4][:n] for n in most])
-
-    def select(self, rows: Sequence[int]) -> None:
-        pass
+    texts, p = torch.tensor([start]), torch.ones(1, dtype=torch.float64)
+    for _ in range(3):
+        each = after(texts)
+        row, token = each.nonzero(as_tuple=True)
+        texts, p = torch.cat([texts[row], token[:, None]], 1), p[row] * each[row, token]
+    out = torch.zeros(*[each.shape[1]] * 3, dtype=torch.float64)
+    out[tuple(texts[:, -3:].T)] = p
+    return out
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2"])
@@ -145,23 +182,17 @@ class Always:
 def test_sampling_is_lossless(name: str, drafter: str) -> None:
     """2,000 texts of three tokens, counted, against their exact probabilities: chi-square, four deviations."""
     model, start = small(name), [3]  # a prompt of one token: KDA's own function pads more to 64
-    draft: Any = llama(5, bos_token_id=1, initializer_range=0.5) if drafter == "model" else Always()
+    draft: Any = llama(5, bos_token_id=1, initializer_range=0.5) if drafter == "model" else Always(1, 4)
     sampling = Sampling(0.9, top_k=4, generator=torch.Generator().manual_seed(11))
     ids = torch.tensor([start]).expand(500, -1)
-    counts = torch.zeros(125, dtype=torch.float64)
+    texts = []
     for _ in range(4):
         out = replayssm.generate(
-            model, ids, max_new_tokens=3, draft=draft, draft_tokens=2, sampling=sampling, eos_token_id=()
+            model, ids, max_new_tokens=4, draft=draft, draft_tokens=2, sampling=sampling, eos_token_id=()
         )
-        a, b, c = out.sequences[:, -3:].T
-        counts += torch.bincount(25 * a + 5 * b + c, minlength=125)
+        texts.append(out.sequences[:, 1:4])  # two drafts at first
         assert 0 < out.accepted < out.drafted
-    expected = exact(model, start, sampling).flatten() * counts.sum()
-    assert float(counts[expected == 0].sum()) == 0, "top_k leaves these out"
-    likely = expected >= 5
-    assert likely.sum() > 20
-    error = (counts - expected)[likely] ** 2 / expected[likely]
-    assert float(error.sum()) < chi_square_limit(int(likely.sum()))
+    assert_counts(torch.cat(texts), 2000 * exact(model, start, sampling))
     replayssm.detach(model)
 
 
