@@ -22,7 +22,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 # A module imports earlier ones only. Everything a layer stands on comes before it; what people call comes last.
 ORDER = [
     "recurrence", "gates", "ring", "layer", "reference", "checks", "traffic", "quantize", "backends", "ops", "conv",
-    "pool", "testing", "planner", "speculative", "prefix_cache", "hf", "tiny", "engine", "cli", "__main__",
+    "pool", "tree", "testing", "planner", "speculative", "lookup", "prefix_cache", "hf", "tiny", "engine", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = ("transformers", "numba", "triton", "rich", "fastapi", "safetensors", "hypothesis", "pytest")
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replayssm.speculative import Draft, DraftLength, EarlierOutputs, PromptLookup, Sampling, judge
+from replayssm.lookup import EarlierOutputs, PromptLookup
+from replayssm.speculative import Draft, DraftLength, Sampling, Tree, judge, judge_tree
 
 V, D, N = 5, 3, 40_000  # vocabulary, drafts, sampled texts
 
@@ -198,6 +199,7 @@ def test_prompt_lookup_against_brute_force() -> None:
     for _ in range(60):
         most = [rng.randrange(7) for _ in texts]
         draft = drafter.propose(texts, most, Sampling())
+        assert isinstance(draft, Draft)
         for row, (text, n) in enumerate(zip(texts, most, strict=True)):
             got = draft.tokens[row, : draft.lengths[row]].tolist()
             assert got == brute_force(text, 3, 1, n)
@@ -230,3 +232,58 @@ def test_earlier_outputs_remembers_other_rows_and_calls() -> None:
     draft = drafter.propose([texts[0], texts[2]], [4, 1], Sampling())
     assert draft.tokens[0, : draft.lengths[0]].tolist() == [2, 3, 2, 3], "its own text is the latest"
     assert draft.lengths.tolist() == [4, 1]
+
+
+def test_trees_share_what_begins_alike() -> None:
+    tree = Tree.of([[[5, 6, 7], [5, 8], [9]], [], [[5]]])
+    assert tree.tokens.tolist() == [[5, 6, 7, 8, 9], [0] * 5, [5, 0, 0, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 0, -1], [-2] * 5, [-1, -2, -2, -2, -2]]
+
+
+def test_greedy_trees() -> None:
+    """The accepted path is the longest that the likeliest tokens follow."""
+    rng = random.Random(0)
+    seen = Counter()
+    for _ in range(200):
+        alternatives = [[rng.randrange(3) for _ in range(rng.randrange(1, 4))] for _ in range(3)]
+        tree = Tree.of([alternatives])
+        best = [rng.randrange(3) for _ in range(tree.tokens.shape[1] + 1)]
+        paths, token = judge_tree(tree, torch.nn.functional.one_hot(torch.tensor([best]), 3).float(), Sampling())
+        at, want = -1, []
+        while True:
+            children = [i for i, p in enumerate(tree.parents[0].tolist()) if p == at]
+            found = [i for i in children if int(tree.tokens[0, i]) == best[at + 1]]
+            if not found:
+                break
+            at = found[0]
+            want.append(at)
+        assert paths == [want] and token.tolist() == [best[at + 1]]
+        seen[len(want)] += 1
+    assert set(seen) == {0, 1, 2, 3}
+    with pytest.raises(ValueError, match=r"logits must be \[B=1, D \+ 1=2"):
+        judge_tree(Tree.of([[[1]]]), torch.zeros(1, 3, V), Sampling())
+
+
+def test_trees_leave_the_distribution_as_it_is() -> None:
+    tree = Tree.of([[[1, 2], [1, 4], [3], [0, 0]]])
+    tree = Tree(*(x.repeat(N // 4, 1) for x in tree))
+    sampling = Sampling(1.0, generator=gen(7))
+    logits = TARGET[torch.cat([torch.zeros(N // 4, 1, dtype=torch.long), tree.tokens], 1)]
+    paths, token = judge_tree(tree, logits, sampling)
+    texts = torch.zeros(N // 4, 2, dtype=torch.long)
+    again = sampling.draw(TARGET.softmax(-1)[token])
+    for row, path in enumerate(paths):
+        text = [*(int(tree.tokens[row, i]) for i in path), int(token[row]), int(again[row])]
+        texts[row] = torch.tensor(text[:2])
+    assert {len(path) for path in paths} == {0, 1, 2}
+    assert chi_square(texts, exact(TARGET)) < chi_square_limit(V * V)
+
+
+def test_lookup_of_several_places() -> None:
+    text = [[1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2]]
+    tree = PromptLookup(branches=3).propose(text, [8], Sampling())
+    assert isinstance(tree, Tree)
+    # Half of the tokens go to the latest place, half of the rest to the one before.
+    assert tree.tokens.tolist() == [[9, 1, 2, 9, 8, 1, 7, 1]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, -1, 4, -1, 6]]
+    assert PromptLookup(branches=3).propose(text, [1], Sampling()).tokens.tolist() == [[9]]

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_speculative_tree import path_to, random_tree
 from tiny_models import BACKEND, assert_as_exact, build, truth
 
 import replayssm
+import replayssm.hf.runner as runner_module
 from replayssm.hf import ragged
 from replayssm.hf.runner import Runner
 from replayssm.ring import Ring
@@ -56,6 +58,17 @@ class Walk:
             self.texts[row] = self.texts[row][:keep] + new[row][: max(a, 0)]
             self.logits[row] = self.logits[row][: keep - self.prompts[row] + 1] + list(logits[row, : max(a, 0)])
 
+    def step_tree(self) -> None:
+        """Feeds a random tree a row; rows keep a random path of it, or nothing."""
+        T = self.rng.randint(1, self.runner.window)
+        new, parents = [self._new(T) for _ in self.texts], random_tree(len(self.texts), T, self.gen)
+        logits = self.runner.step_tree(torch.tensor(new), parents)
+        paths = [path_to(tree, self.rng.randint(-1, T - 1)) for tree in parents]
+        self.runner.take_path(paths, T)
+        for row, path in enumerate(paths):
+            self.texts[row] = self.texts[row] + [new[row][i] for i in path]
+            self.logits[row] += [logits[row, i] for i in path]
+
     def end(self, keep: list[int]) -> None:
         """The other rows end."""
         gone = [row for row in range(len(self.texts)) if row not in keep]
@@ -88,6 +101,36 @@ def test_two_hundred_steps(model: Any) -> None:
             walk.end([0, 1, 3] if step == 70 else [2, 0])
     assert min(map(len, walk.texts)) > 100, "many folds"
     walk.check()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2", "falcon_h1"])
+def test_trees_between_chains(name: str) -> None:
+    model = replayssm.attach(build(name), fold_every=5, backend=BACKEND)
+    walk = Walk(model, (5, 9, 1), window=7, seed=2)
+    for step in range(40):
+        walk.step() if step % 4 == 3 else walk.step_tree()
+    walk.end([2, 0])
+    walk.step_tree()
+    assert min(map(len, walk.texts)) > 40
+    walk.check()
+    replayssm.detach(model)
+
+
+@pytest.mark.parametrize("what", ["ring", "windows", "keys"])
+def test_the_check_sees_paths_that_were_not_moved(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replayssm.attach(build("qwen3_5"), fold_every=5, backend=BACKEND)
+    walk = Walk(model, (5, 9), window=7, seed=2)
+    where: tuple[Any, str] = {
+        "ring": (ragged, "move_columns"),
+        "windows": (ragged.RaggedWindow, "take_path"),
+        "keys": (runner_module, "order_attention"),
+    }[what]
+    monkeypatch.setattr(*where, lambda *args: None)
+    for _ in range(12):
+        walk.step_tree()
+    with pytest.raises(AssertionError, match=r"error .* where stock has"):
+        walk.check()
+    replayssm.detach(model)
 
 
 def test_back_beyond_the_last_step(model: Any) -> None:
@@ -154,11 +197,9 @@ def windows_stay(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keys_stay(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of rejected drafts are dropped as if all rows had rejected as many."""
-    import replayssm.hf.runner as module
-
-    shift = module.shift_attention
+    shift = runner_module.shift_attention
     monkeypatch.setattr(
-        module, "shift_attention", lambda cache, keep, right, lead: shift(cache, keep, right * 0 + lead, lead)
+        runner_module, "shift_attention", lambda cache, keep, right, lead: shift(cache, keep, right * 0 + lead, lead)
     )
 
 

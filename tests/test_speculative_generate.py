@@ -15,7 +15,9 @@ from tiny_models import BACKEND, BUILDERS, build
 
 import replayssm
 from replayssm import Sampling
-from replayssm.speculative import Draft, EarlierOutputs
+from replayssm.hf.trees import SPARSE
+from replayssm.lookup import EarlierOutputs
+from replayssm.speculative import Draft, Tree
 from replayssm.tiny import TINY, tiny_model
 
 transformers.logging.set_verbosity_error()
@@ -55,6 +57,24 @@ class Always:
 
     def select(self, rows: Sequence[int]) -> None:
         pass
+
+
+class Planted(Fixed):
+    """Trees of three alternatives that are wrong from the first, second or third token on, and all from some token."""
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft | Tree:
+        self.step += 1
+        rows = []
+        for row, (text, n) in enumerate(zip(texts, most, strict=True)):
+            whole = next(whole for whole in self.texts if whole[: len(text)] == list(text))
+            right = whole[len(text) :]
+            lengths = [2, max(n - 5, 0), 3] if n >= 5 else [n]
+            turn = (self.step + row) % 3  # which alternative is right the longest
+            rows.append([
+                [(token + (i >= (wrong + turn) % 3 + (wrong == turn))) % 100 for i, token in enumerate(right[:length])]
+                for wrong, length in enumerate(lengths)
+            ])  # fmt: skip
+        return Tree.of(rows)
 
 
 class Subject(NamedTuple):
@@ -123,6 +143,18 @@ def test_greedy_with_a_draft_model(subject: Subject) -> None:
     assert torch.equal(itself.sequences, subject.want) and torch.equal(close.sequences, subject.want)
     assert itself.acceptance == 1 and itself.steps < 6
     assert 0.05 < close.acceptance < 1
+
+
+def test_greedy_with_trees(subject: Subject) -> None:
+    """Of every type whose attention does not count columns."""
+    drafters = [Planted(subject.texts(), "tree"), "prompt-tree"]
+    if subject.model.config.get_text_config().model_type in SPARSE:
+        with pytest.raises(ValueError, match="draft trees are not supported"):
+            run(subject, drafters[0])
+        return
+    results = [run(subject, draft, draft_tokens=8) for draft in drafters]
+    assert all(torch.equal(out.sequences, subject.want) for out in results)
+    assert 0.1 < results[0].acceptance < 0.9 and results[0].steps < 16
 
 
 def test_sampled_by_every_type(subject: Subject) -> None:

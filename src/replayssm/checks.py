@@ -154,6 +154,44 @@ def check_accepted(ring: Ring, slots: Tensor, accepted: Tensor | int) -> None:
         raise ValueError(f"commit: accepted must be in 0 .. {int(room[i])} for slot {int(slots[i])}; got {rows}")
 
 
+def check_parents(op: str, parents: Tensor, slots: Tensor, T: int) -> None:
+    """``parents`` of a draft tree: int64 ``[B, T]``. That each comes before its child is checked on the CPU only."""
+    B = slots.numel()
+    if parents.shape != (B, T) or parents.dtype != torch.int64:
+        raise TypeError(
+            f"{op}: parents must be int64 [B={B}, T={T}]; got {parents.dtype} of shape {tuple(parents.shape)}"
+        )
+    if parents.device != slots.device:
+        raise ValueError(f"{op}: parents is on {parents.device}, the pool on {slots.device}")
+    if slots.device.type == "cpu":
+        bad = (parents < -1) | (parents >= torch.arange(T))
+        if bool(bad.any()):
+            row, t = (int(i) for i in bad.nonzero()[0])
+            raise ValueError(
+                f"{op}: the parent of node {t} must be an earlier node or -1; got {int(parents[row, t])} in row {row}"
+            )
+
+
+def check_path(op: str, path: Tensor, accepted: Tensor, slots: Tensor, window: int) -> None:
+    """Accepted nodes ``path`` of a draft tree, int64 ``[B, P]``; on the CPU, that they ascend within the window."""
+    B = slots.numel()
+    if path.dim() != 2 or path.shape[0] != B or path.shape[1] > window or path.dtype != torch.int64:
+        raise TypeError(
+            f"{op}: path must be int64 [B={B}, P <= {window}]; got {path.dtype} of shape {tuple(path.shape)}"
+        )
+    if path.device != slots.device:
+        raise ValueError(f"{op}: path is on {path.device}, the pool on {slots.device}")
+    if slots.device.type == "cpu" and B:
+        if int((accepted * (slots >= 0)).max()) > path.shape[1]:
+            raise ValueError(
+                f"{op}: accepted must be at most the {path.shape[1]} nodes of path; got {accepted.tolist()}"
+            )
+        counted = (torch.arange(path.shape[1]) < accepted[:, None]) & (slots >= 0)[:, None]
+        before = torch.nn.functional.pad(path, (1, 0), value=-1)[:, :-1]
+        if bool(((path <= before) | (path >= window))[counted].any()):
+            raise ValueError(f"{op}: nodes of a path must ascend and lie below {window}; got {path.tolist()}")
+
+
 def _integers(op: str, name: str, n: Tensor | int, slots: Tensor) -> None:
     """``n`` must be one int, or integers like ``slots``, on their device."""
     if isinstance(n, int):

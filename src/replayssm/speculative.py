@@ -1,4 +1,4 @@
-"""Speculative decoding without a model: which drafts are accepted, how many to draft, and drafts looked up in text.
+"""Speculative decoding without a model: which drafts are accepted, and how many to draft.
 
 A step of a batch feeds each row's last token and its drafts ``x_1 .. x_D``; the logits then say, for each of them,
 what comes next. :func:`judge` accepts as long a prefix of each row's drafts as leaves the distribution of the text what
@@ -86,6 +86,37 @@ class Draft(NamedTuple):
         return Draft(tokens.view(len(rows), most), torch.tensor([len(row) for row in rows], dtype=torch.long))
 
 
+class Tree(NamedTuple):
+    """Draft trees of a batch: guesses without chance, several a position.
+
+    tokens: int64 ``[B, D]``. parents: int64 ``[B, D]``, the number of an earlier guess of the row that each follows, or
+    -1 for the text itself; anything below -1 marks what is no guess.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[Sequence[int]]]) -> Tree:
+        """From alternative continuations of each row; where they begin alike they share guesses."""
+        tokens: list[list[int]] = []
+        parents: list[list[int]] = []
+        for alternatives in rows:
+            known: dict[tuple[int, int], int] = {}  # parent and token -> number
+            for guesses in alternatives:
+                at = -1
+                for token in guesses:
+                    at = known.setdefault((at, token), len(known))
+            tokens.append([token for _, token in known])
+            parents.append([parent for parent, _ in known])
+        most = max(map(len, tokens), default=0)
+        shape = len(rows), most
+        return Tree(
+            torch.tensor([row + [0] * (most - len(row)) for row in tokens], dtype=torch.long).view(shape),
+            torch.tensor([row + [-2] * (most - len(row)) for row in parents], dtype=torch.long).view(shape),
+        )
+
+
 class Verdict(NamedTuple):
     """accepted: int64 ``[B]``, how many of a row's drafts; token: int64 ``[B]``, the one that follows these."""
 
@@ -126,6 +157,29 @@ def judge(draft: Draft, logits: Tensor, sampling: Sampling) -> Verdict:
     return Verdict(accepted, sampling.draw(weights))
 
 
+def judge_tree(tree: Tree, logits: Tensor, sampling: Sampling) -> tuple[list[list[int]], Tensor]:
+    """The path of accepted guesses in each row's tree, as their numbers, and each row's next token ``[B]``.
+
+    logits: ``[B, D + 1, vocabulary]``, after the last token and after each guess. From the root on a token is chosen as
+    plain decoding would; a guess that is that token is accepted, and the choice goes on from there. So the text is
+    distributed, or greedy, as without drafts. Raises ValueError where shapes do not fit.
+    """
+    B, D = tree.tokens.shape
+    if logits.dim() != 3 or logits.shape[:2] != (B, D + 1):
+        raise ValueError(f"judge_tree: logits must be [B={B}, D + 1={D + 1}, vocabulary]; got {tuple(logits.shape)}")
+    chosen = sampling.pick(logits.flatten(0, 1)).view(B, D + 1)
+    after, tokens, parents = chosen.tolist(), tree.tokens.tolist(), tree.parents.tolist()
+    paths = []
+    for row in range(B):
+        children = {(parents[row][i], tokens[row][i]): i for i in range(D) if parents[row][i] >= -1}
+        path, at = [], -1
+        while (at := children.get((at, after[row][at + 1]), -2)) >= 0:
+            path.append(at)
+        paths.append(path)
+    last = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=logits.device)
+    return paths, chosen.gather(1, last[:, None])[:, 0]
+
+
 def _prefix(ok: Tensor) -> Tensor:
     """How many in a row are True from the start, ``[B, D] -> [B]``."""
     return ok.long().cumprod(1).sum(1)
@@ -145,8 +199,8 @@ def _residual(p: Tensor, tokens: Tensor, q: Tensor | None, accepted: Tensor, rej
 class Drafter(Protocol):
     """Proposes drafts. ``texts`` are the rows' tokens so far, prompt included; they only ever grow."""
 
-    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
-        """At most ``most[b]`` tokens that may follow ``texts[b]``, on any device."""
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft | Tree:
+        """At most ``most[b]`` tokens that may follow ``texts[b]``, on any device, of a tree in all its branches."""
         ...
 
     def select(self, rows: Sequence[int]) -> None:
@@ -185,87 +239,3 @@ class DraftLength:
         """What became of a step's drafts. Those after the first rejection were not looked at."""
         for i in range(min(drafted, accepted + 1)):
             self.rate += ((i < accepted) - self.rate) / 16
-
-
-class _Grams:
-    """Where sequences of tokens came last, up to ``longest``: the tokens that followed can be looked up."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self._texts: list[list[int]] = []
-        self._last: dict[tuple[int, ...], tuple[int, int]] = {}  # tokens -> text and position of what follows
-
-    def add(self) -> int:
-        """A new, empty text; returns its number."""
-        self._texts.append([])
-        return len(self._texts) - 1
-
-    def extend(self, text: int, tokens: Sequence[int]) -> None:
-        """Appends to a text. What ends the text is found only once something follows it."""
-        mine = self._texts[text]
-        for token in tokens:
-            at = len(mine)
-            for n in range(1, min(self.longest, at) + 1):
-                self._last[tuple(mine[at - n :])] = (text, at)
-            mine.append(token)
-
-    def length(self, text: int) -> int:
-        """Tokens of a text so far."""
-        return len(self._texts[text])
-
-    def after(self, text: int, shortest: int, most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the longest end of ``text`` that is known; a repetition goes on."""
-        mine = self._texts[text]
-        for n in range(min(self.longest, len(mine)), shortest - 1, -1):
-            found = self._last.get(tuple(mine[len(mine) - n :]))
-            if found is not None:
-                source, at = found
-                follows = self._texts[source][at : at + most]
-                period = len(follows)  # up to the end of the text, if it is this one
-                while source == text and len(follows) < most:
-                    follows.append(follows[-period])
-                return follows
-        return []
-
-
-class PromptLookup:
-    """Drafts what followed the last tokens of a row where they came before in the same row.
-
-    longest, shortest: how many last tokens must agree; the longest end that is found counts, at its latest place.
-    """
-
-    def __init__(self, longest: int = 4, shortest: int = 1) -> None:
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"PromptLookup: need 1 <= shortest <= longest; got {shortest} and {longest}")
-        self.longest, self.shortest = longest, shortest
-        self._rows: list[tuple[_Grams, int]] = []
-
-    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
-        """See :class:`Drafter`."""
-        if not self._rows:
-            self._rows = [self._place() for _ in texts]
-        rows = []
-        for (grams, text), tokens, n in zip(self._rows, texts, most, strict=True):
-            grams.extend(text, tokens[grams.length(text) :])
-            rows.append(grams.after(text, self.shortest, n))
-        return Draft.of(rows)
-
-    def select(self, rows: Sequence[int]) -> None:
-        """See :class:`Drafter`."""
-        self._rows = [self._rows[i] for i in rows]
-
-    def _place(self) -> tuple[_Grams, int]:
-        grams = _Grams(self.longest)
-        return grams, grams.add()
-
-
-class EarlierOutputs(PromptLookup):
-    """Drafts what followed the longest suffix of a row in any text that it has seen: this row, the other rows, and the
-    outputs of earlier calls that the same object was given to. Memory grows with every token."""
-
-    def __init__(self, longest: int = 8, shortest: int = 2) -> None:
-        super().__init__(longest, shortest)
-        self._grams = _Grams(longest)
-
-    def _place(self) -> tuple[_Grams, int]:
-        return self._grams, self._grams.add()

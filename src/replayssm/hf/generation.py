@@ -12,7 +12,11 @@ from transformers import PreTrainedModel
 
 from replayssm.hf.drafters import DraftModel
 from replayssm.hf.runner import Runner
-from replayssm.speculative import Draft, Drafter, DraftLength, EarlierOutputs, PromptLookup, Sampling, judge
+from replayssm.lookup import EarlierOutputs, PromptLookup
+from replayssm.speculative import Draft, Drafter, DraftLength, Sampling, Tree, judge, judge_tree
+
+_Verified = tuple[list[list[int]], list[int], list[int], list[int]]
+"""By row: the accepted tokens, the one after them, how many were drafted, how many of these were looked at."""
 
 MOST = 8
 """Drafts a step where their number is chosen automatically."""
@@ -60,11 +64,12 @@ def generate(
     those of single steps (in float32, rounding apart); sampled, tokens of the same distribution.
 
     model: attached (:func:`replayssm.attach`), or one with attention only. input_ids: int64 ``[B, T]``; attention_mask:
-    ``[B, T]``, zeros for padding, on the left. draft: ``"prompt-lookup"``, ``"earlier-outputs"``, a model with the same
-    vocabulary, any :class:`replayssm.speculative.Drafter`, or None for plain decoding. draft_tokens: how many a step;
-    ``"auto"`` follows each row's acceptance, up to 8. sampling: greedy by default. eos_token_id: ends a row; None: the
-    model's own, an empty sequence: none. on_tokens: called with a row's number and its new tokens, step by step.
-    Raises ValueError for arguments out of range, prompts padded elsewhere or not at all filled.
+    ``[B, T]``, zeros for padding, on the left. draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three alternatives),
+    ``"earlier-outputs"``, a model of the same vocabulary, any :class:`replayssm.speculative.Drafter`, or None: plain
+    decoding. draft_tokens: how many a step; ``"auto"`` follows each row's acceptance, up to 8. sampling: greedy by
+    default. eos_token_id: ends a row; None: the model's own, an empty sequence: none. on_tokens: called with a row's
+    number and its new tokens, step by step. Raises ValueError for arguments out of range, prompts padded elsewhere or
+    empty, and trees with a model that they do not suit.
     """
     run = _Run(model, input_ids, attention_mask, max_new_tokens, sampling or Sampling(), on_tokens)
     run.ends = _ends(model, eos_token_id)
@@ -117,19 +122,40 @@ class _Run:
         result, texts = self.result, [self.texts[i] for i in self.live]
         left = [self.max_new_tokens - (len(self.texts[i]) - self.prompts[i]) for i in self.live]
         most = [min(self.lengths[i].next(), n - 1) for i, n in zip(self.live, left, strict=True)]
-        draft = _cut(drafter.propose(texts, most, self.sampling), most)
+        draft = drafter.propose(texts, most, self.sampling)
         last = torch.tensor([text[-1:] for text in texts], device=draft.tokens.device)
-        logits = runner.step(torch.cat([last, draft.tokens], 1))
-        verdict = judge(draft, logits, self.sampling)
-        accepted, drafts, nexts = verdict.accepted.tolist(), draft.tokens.tolist(), verdict.token.tolist()
-        runner.take_back([draft.tokens.shape[1] - n for n in accepted])
+        if isinstance(draft, Tree):
+            accepted, nexts, drafted, looked_at = self._verify_tree(runner, last, draft, most)
+        else:
+            accepted, nexts, drafted, looked_at = self._verify(runner, last, draft, most)
         result.steps += 1
         result.row_steps += len(texts)
-        for i, drafted, n in zip(self.live, draft.lengths.tolist(), accepted, strict=True):
-            self.lengths[i].learn(drafted, n)
-            result.drafted += drafted
-            result.accepted += n
-        self._append([[*row[:n], t] for row, n, t in zip(drafts, accepted, nexts, strict=True)], runner, drafter)
+        result.drafted += sum(drafted)
+        result.accepted += sum(map(len, accepted))
+        for i, tokens, n in zip(self.live, accepted, looked_at, strict=True):
+            self.lengths[i].learn(n, len(tokens))
+        self._append([[*row, t] for row, t in zip(accepted, nexts, strict=True)], runner, drafter)
+
+    def _verify(self, runner: Runner, last: Tensor, draft: Draft, most: list[int]) -> _Verified:
+        draft = _cut(draft, most)
+        verdict = judge(draft, runner.step(torch.cat([last, draft.tokens], 1)), self.sampling)
+        accepted, lengths = verdict.accepted.tolist(), draft.lengths.tolist()
+        runner.take_back([draft.tokens.shape[1] - n for n in accepted])
+        tokens = [row[:n] for row, n in zip(draft.tokens.tolist(), accepted, strict=True)]
+        return tokens, verdict.token.tolist(), lengths, lengths
+
+    def _verify_tree(self, runner: Runner, last: Tensor, tree: Tree, most: list[int]) -> _Verified:
+        """The last token is node 0, so guess ``i`` is node ``i + 1``."""
+        tree = _prune(tree, most)
+        parents = torch.nn.functional.pad(tree.parents + 1, (1, 0), value=-1).clamp(min=-1)
+        logits = runner.step_tree(torch.cat([last, tree.tokens], 1), parents.cpu())
+        paths, token = judge_tree(tree, logits, self.sampling)
+        runner.take_path([[0, *(i + 1 for i in path)] for path in paths], parents.shape[1])
+        tokens = [[row[i] for i in path] for row, path in zip(tree.tokens.tolist(), paths, strict=True)]
+        ends = [path[-1] if path else -1 for path in paths]
+        more = [end in parents for end, parents in zip(ends, tree.parents.tolist(), strict=True)]
+        drafted = (tree.parents >= -1).sum(1).tolist()
+        return tokens, token.tolist(), drafted, [len(path) + n for path, n in zip(paths, more, strict=True)]
 
     def _append(self, new: list[list[int]], runner: Runner, drafter: Drafter) -> None:
         """The live rows' new tokens; lets the rows go that end with them."""
@@ -175,6 +201,13 @@ def _cut(draft: Draft, most: Sequence[int]) -> Draft:
     return Draft(draft.tokens[:, :D], lengths, None if draft.probs is None else draft.probs[:, :D])
 
 
+def _prune(tree: Tree, most: Sequence[int]) -> Tree:
+    """Only each row's first guesses, as many as were asked for."""
+    D = max(most)
+    extra = torch.arange(tree.parents[:, :D].shape[1]) >= torch.tensor(most)[:, None]
+    return Tree(tree.tokens[:, :D], tree.parents[:, :D].masked_fill(extra.to(tree.parents.device), -2))
+
+
 def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
     if isinstance(draft, PreTrainedModel):
         ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, draft))
@@ -183,6 +216,8 @@ def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
         return DraftModel(draft, most)
     if draft == "prompt-lookup":
         return PromptLookup()
+    if draft == "prompt-tree":
+        return PromptLookup(branches=3)
     if draft == "earlier-outputs":
         return EarlierOutputs()
     if isinstance(draft, str):

@@ -19,6 +19,7 @@ from replayssm.hf.cache import ReplayCache
 from replayssm.hf.state import RecurrentState, Step
 from replayssm.hf.window import Window
 from replayssm.pool import StatePool
+from replayssm.tree import move_columns, tree_windows, verify_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +52,11 @@ class RaggedWindow(Window):
         """Takes the last ``n [B]`` inputs back."""
         self.ends = self.ends - n
 
+    def take_path(self, source: Tensor, T: int) -> None:
+        """Of the last ``T`` inputs, number ``i`` of row ``b`` becomes what ``source[b, i]`` was."""
+        last = self.last(T).gather(2, source[:, None].expand(-1, self.x.shape[1], -1))
+        self.x.scatter_(2, self._columns(self.ends - T, source.shape[1]), last)
+
     def select(self, rows: Tensor) -> None:
         """Row ``b`` becomes a copy of row ``rows[b]``."""
         super().select(rows)
@@ -80,6 +86,7 @@ class RaggedState(RecurrentState):
 
     def _clear(self) -> None:
         super()._clear()
+        self.parents: Tensor | None = None  # of the next step's tokens, where they are a tree
         self._rows = self._drafts = torch.zeros(0, dtype=torch.long)  # committed, and of the open step; [B] once known
 
     def _ensure(self, B: int, device: torch.device) -> StatePool:
@@ -113,6 +120,38 @@ class RaggedState(RecurrentState):
             self._absorb(torch.where(self._rows > ring.limit, self._rows - self.back, 0))
         self._uncommitted = step.replayed > 0
         self._drafts = torch.full((B,), step.replayed)
+
+    def conv(self, x: Tensor, layer: int, index: int, kernel: int) -> Tensor:
+        """See the base; of a tree, with the inputs of each token's path as ``replayssm_windows``."""
+        full = super().conv(x, layer, index, kernel)
+        if self.parents is not None:
+            if index or x.dim() != 3:
+                raise ValueError("replayssm: trees are not supported where a layer has several convolutions")
+            past = full.shape[2] - x.shape[2]
+            windows = tree_windows(full[..., :past], x, self.parents.to(x.device))
+            full.replayssm_windows = windows  # pyright: ignore[reportAttributeAccessIssue]
+        return full
+
+    def verify(self, layer: int, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        """See the base; a tree where the step is one."""
+        if self.parents is None:
+            return super().verify(layer, q, k, v, w, g)
+        return verify_tree(self.states[layer], q, k, v, w, g, self.parents.to(q.device), slots=self.slots)
+
+    def take_path(self, source: Tensor) -> None:
+        """The step's tokens ``source [B, P]`` (int64, on the CPU; ascending) become its first ones."""
+        self.check_complete()
+        T = int(self._drafts[0])
+        step = torch.arange(T)
+        order = torch.cat([source, step[source.shape[1] :].expand(source.shape[0], -1)], 1).to(self.slots.device)
+        end = torch.stack(self._pool.ring.at(self.slots)).sum(0)[:, None]
+        step, R = step.to(self.slots.device), self._pool.ring.R
+        for state in self.states.values():
+            for x in (state.k, state.d, state.w, state.g):
+                move_columns(x, 2, self.slots, (end + order) % R, (end + step) % R)
+        for window in self.convs.values():
+            assert isinstance(window, RaggedWindow)
+            window.take_path(order, T)
 
     def _absorb(self, n: Tensor) -> None:
         if n.any():

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from replayssm.hf.ragged import RaggedCache, keep_whole, shift_attention
+from replayssm.hf.trees import ancestors, attention_mask, check_trees, order_attention, tree_convolutions
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
@@ -52,7 +53,7 @@ class Runner:
         T = max(map(len, texts))
         self.pads = torch.tensor([T - len(text) for text in texts])
         tokens = torch.tensor([[0] * (T - len(text)) + list(text) for text in texts], device=self.device)
-        logits = self._forward(tokens, logits_to_keep=1)[:, -1]
+        logits = self._forward(tokens, *self._chain(tokens), logits_to_keep=1)[:, -1]
         if isinstance(
             self.cache, RaggedCache
         ):  # from here on a token is a draft, which models treat as they do one token
@@ -61,7 +62,38 @@ class Runner:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Feeds ``tokens [B, T <= window]``; returns the logits ``[B, T, vocabulary]`` after each."""
-        return self._forward(tokens.to(self.device))
+        return self._forward(tokens.to(self.device), *self._chain(tokens))
+
+    def step_tree(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """:meth:`step` of trees: ``parents`` int64 ``[B, T]`` on the CPU, as in :func:`replayssm.tree.verify_tree`.
+        :meth:`take_path` must follow. Raises ValueError for models that trees do not suit: :func:`check_trees`."""
+        check_trees(self.model, self.cache)
+        visible = ancestors(parents)
+        columns = torch.arange(self.columns) >= self.pads[:, None]
+        mask = torch.cat([columns[:, None].expand(-1, tokens.shape[1], -1), visible], 2)
+        depth = visible.sum(2) - 1
+        mask = attention_mask(mask, self.model.dtype).to(self.device)
+        positions = (self.columns - self.pads[:, None] + depth).to(self.device)
+        recurrent = self.cache.recurrent if isinstance(self.cache, RaggedCache) else None
+        if recurrent is None or tokens.shape[1] == 1:
+            return self._forward(tokens.to(self.device), mask, positions)
+        recurrent.parents = parents
+        try:
+            with tree_convolutions(self.model):
+                return self._forward(tokens.to(self.device), mask, positions)
+        finally:
+            recurrent.parents = None
+
+    def take_path(self, paths: Sequence[Sequence[int]], T: int) -> None:
+        """Of the last step's ``T`` tokens row ``b`` keeps ``paths[b]``, ascending; the others are taken back."""
+        source = torch.arange(T).repeat(len(paths), 1)
+        for row, path in enumerate(paths):
+            source[row, : len(path)] = torch.tensor(path, dtype=torch.long)
+        if not torch.equal(source, torch.arange(T).expand_as(source)):
+            if isinstance(self.cache, RaggedCache):
+                self.cache.recurrent.take_path(source)
+            order_attention(self.cache, self.columns - T, source)
+        self.take_back([T - len(path) for path in paths])
 
     def feed(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Feeds each row its own tokens, at least one; returns the logits ``[B, vocabulary]`` after the last."""
@@ -110,16 +142,15 @@ class Runner:
         if isinstance(self.cache, RaggedCache):
             self.cache.recurrent.tokens = columns
 
-    def _forward(self, tokens: Tensor, **kwargs: Any) -> Tensor:
-        end = self.columns + tokens.shape[1]
-        at = torch.arange(end) - self.pads[:, None]
-        kwargs |= {
-            "attention_mask": (at >= 0).long().to(tokens.device),
-            "position_ids": at[:, self.columns :].clamp(min=0).to(tokens.device),
-            self._cache_name: self.cache,
-        }
+    def _chain(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Mask and positions of tokens that follow one another."""
+        at = torch.arange(self.columns + tokens.shape[1]) - self.pads[:, None]
+        return (at >= 0).long().to(self.device), at[:, self.columns :].clamp(min=0).to(self.device)
+
+    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
+        kwargs |= {"attention_mask": mask, "position_ids": positions, self._cache_name: self.cache}
         accepted = {name: x for name, x in kwargs.items() if name in self._parameters}
         with torch.no_grad():
             logits = self.model(tokens, use_cache=True, **accepted).logits
-        self.columns = end
+        self.columns += tokens.shape[1]
         return logits

@@ -1,0 +1,95 @@
+"""What a forward over draft trees needs of a transformers model beside its recurrent layers: a mask by ancestors, and
+convolutions along paths."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicLayer
+
+SPARSE = ("glm5_next_text", "qwen4_exp_text", "lara_mini")
+"""Model types whose attention counts columns (sliding, pools of keys), or that have convolutions of their own."""
+
+
+def check_trees(model: PreTrainedModel, cache: Cache) -> None:
+    """Raises ValueError where a tree cannot be verified in one forward of ``model``."""
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in SPARSE or getattr(config, "sliding_window", None):
+        raise ValueError(
+            f"replayssm: draft trees are not supported for {config.model_type}: its attention goes by columns, and a "
+            "tree's neighbours are no neighbours in the text; draft chains"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"replayssm: draft trees need attention that takes a mask, sdpa or eager; got {config._attn_implementation}"
+        )
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """``parents [B, T] -> [B, T, T]``: whether (t, j) has j as t itself or an ancestor of it."""
+    B, T = parents.shape
+    row, see = torch.arange(B), torch.zeros(B, T, T, dtype=torch.bool)
+    for t in range(T):
+        see[:, t] = see[row, parents[:, t].clamp(min=0)] & (parents[:, t] >= 0)[:, None]
+        see[:, t, t] = True
+    return see
+
+
+def attention_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive mask ``[B, 1, T, columns]`` of ``visible [B, T, columns]``, which models take as it is."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def order_attention(cache: Cache, start: int, source: Tensor) -> None:
+    """From column ``start`` on, column ``i`` of row ``b`` becomes what ``source[b, i]`` was."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            extra: Any = layer
+            for name in ("keys", "values"):
+                x = getattr(extra, name)
+                new = x[:, :, start:]
+                index = source.to(x.device)[:, None, :, None].expand_as(new)
+                setattr(extra, name, torch.cat([x[:, :, :start], new.gather(2, index)], 2))
+
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def tree_convolutions(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, the function that the model's mixers call for their convolution goes along paths where its input says
+    what they are; see :meth:`replayssm.hf.ragged.RaggedState.conv`. One thread at a time."""
+    module: Any = sys.modules[model._replayssm.kind.module]  # pyright: ignore
+    with _lock:
+        original = module.causal_conv1d_fn
+        module.causal_conv1d_fn = _along_paths(original)
+        try:
+            yield
+        finally:
+            module.causal_conv1d_fn = original
+
+
+def _along_paths(original: Any) -> Any:
+    @functools.wraps(original)
+    def convolution(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        windows = getattr(hidden_states, "replayssm_windows", None)
+        if windows is None:
+            return original(hidden_states, weight, *args, **kwargs)
+        bias, activation = (*args, *(kwargs.get(name) for name in ("bias", "activation")[len(args) :]))
+        out = (windows.to(weight.dtype) * weight[:, None]).sum(-1)
+        if bias is not None:
+            out = out + bias[:, None]
+        if activation is not None:
+            out = ACT2FN[activation](out)
+        return out.to(hidden_states.dtype)
+
+    return convolution

@@ -1,0 +1,165 @@
+"""Draft trees: several guesses a position, verified in one call on the same ring.
+
+A node's parent is an earlier node of the call, or -1 for the committed text itself. Node ``t`` sees the checkpoint, the
+committed rows and its ancestors, so decays add up along its path. A chain is the tree with parents ``-1, 0, 1, ..``.
+Draft rows lie in the ring in the order of the nodes; :func:`commit_path` moves those of one path together, so
+that the rows which stay are as contiguous as after a chain.
+
+Plain torch for every backend's memory; the sums are those of :mod:`replayssm.backends.torch`, over paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replayssm import checks, ops
+from replayssm.backends import torch as portable
+from replayssm.conv import ConvWindow
+from replayssm.layer import LayerState
+from replayssm.ring import without_padding
+
+
+@torch.no_grad()
+def verify_tree(
+    layer: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    g: Tensor,
+    parents: Tensor,
+    *,
+    slots: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """:func:`replayssm.ops.verify` of a tree of ``T`` nodes a row: same inputs, same outputs ``[B, T, HV, V]``.
+
+    parents: int64 ``[B, T]``, ``-1 <= parents[b, t] < t``; the range is checked on the CPU only. As after ``verify``, a
+    commit must follow: :func:`commit_path`, or ``ops.commit`` of 0. Raises ValueError or TypeError on a wrong shape,
+    dtype, device, slot or parent.
+    """
+    checks.check_verify("verify_tree", layer, q, k, v, w, g, slots)
+    checks.check_parents("verify_tree", parents, slots, v.shape[1])
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    else:
+        checks.check_out("verify_tree", out, v)
+    if v.numel():
+        _verify(layer, q, k, v, w, g, parents, slots, out)
+    return out
+
+
+def _verify(
+    layer: LayerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    g: Tensor,
+    parents: Tensor,
+    slots: Tensor,
+    out: Tensor,
+) -> None:
+    """As the portable backend's ``verify``; see there for the letters."""
+    rows, slots, pad, alive = without_padding(slots)
+    head, count = layer.ring.at(slots)
+    erase, T = layer.recurrence.erase, v.shape[1]
+    q, k, v, w, g = (x[rows].to(layer.w.dtype).transpose(1, 2) for x in (q, k, v, w, g))
+    g = g if layer.recurrence.channel else g[..., None]
+    past = portable._history(layer, slots, head, count)
+    S0 = portable._gather(layer.ckpt, slots).to(layer.w.dtype)
+
+    sums, segments = _paths(g, parents[rows])
+    x = q
+    if erase:
+        x, sums, segments = torch.cat([q, k], 2), torch.cat([sums, sums], 2), torch.cat([segments, segments], 2)
+    old = portable._read_state(layer, S0, x, sums + past.total)
+    old = old + (portable._scores(layer, x, past.k, sums, past.after) * past.w[:, :, None]) @ past.d
+    near = portable._scores_near(layer, x, k, segments) * w[:, :, None]  # zero but for ancestors and the node itself
+    d = v
+    if erase:
+        d = torch.linalg.solve_triangular(near[:, :, T:], v - old[:, :, T:], upper=False, unitriangular=True)
+    o = (old[:, :, :T] + near[:, :, :T] @ d).transpose(1, 2)
+    out.copy_(torch.where(pad[:, None, None, None], 0, o))
+    portable._write_fold(layer, slots, alive & layer.ring.due(count), S0, past)
+    portable._append(layer, slots, alive, head + count, k, d, w, g)
+
+
+def _paths(g: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of ``g [B, HV, T, ~]`` along paths: from the root to each node, ``[B, HV, T, ~]``; and ``[B, HV, T, T, ~]``,
+    entry (t, j) over the nodes after j down to t, -inf unless j is an ancestor of t or t itself."""
+    B, T = parents.shape
+    row = torch.arange(B, device=g.device)
+    sums = torch.zeros_like(g)
+    segments = torch.full((*g.shape[:3], T, g.shape[3]), float("-inf"), dtype=g.dtype, device=g.device)
+    for t in range(T):
+        up, root = parents[:, t].clamp(min=0), (parents[:, t] < 0)[:, None, None]
+        sums[:, :, t] = torch.where(root, 0, sums[row, :, up]) + g[:, :, t]
+        above = torch.where(root[..., None], float("-inf"), segments[row, :, up])
+        segments[:, :, t] = above + g[:, :, t, None]
+        segments[:, :, t, t] = 0
+    return sums, segments
+
+
+def tree_windows(before: Tensor, new: Tensor, parents: Tensor) -> Tensor:
+    """The convolution's inputs of each node, its own last: ``[B, channels, T, W]``, from those before the tree,
+    ``before [B, channels, W - 1]``, and those of its nodes, ``new [B, channels, T]``."""
+    B, channels, past = before.shape
+    T, device = new.shape[2], new.device
+    # Position p of [before, new] comes after position up[p]; the oldest has nothing before it that is asked for.
+    chain = torch.arange(-1, past - 1, device=device).clamp(min=0).expand(B, past)
+    up = torch.cat([chain, torch.where(parents < 0, past - 1, parents + past)], 1)
+    at = torch.arange(past, past + T, device=device).expand(B, T)
+    path = [at]
+    for _ in range(past):
+        path.append(up.gather(1, path[-1]))
+    index = torch.stack(path[::-1], 2).view(B, 1, -1).expand(-1, channels, -1)
+    return torch.cat([before, new], 2).gather(2, index).view(B, channels, T, past + 1)
+
+
+def extend_tree(conv: ConvWindow, new: Tensor, parents: Tensor, slots: Tensor) -> Tensor:
+    """:meth:`ConvWindow.extend` of the nodes ``new [B, channels, T]``; returns :func:`tree_windows` of them."""
+    full = conv.extend(new, slots)
+    past = conv.width - 1
+    return tree_windows(full[..., :past], full[..., past:], parents)
+
+
+@torch.no_grad()
+def commit_path(
+    layers: Sequence[LayerState], path: Tensor, accepted: Tensor, slots: Tensor, convs: Sequence[ConvWindow] = ()
+) -> None:
+    """Ends a step that verified a tree: the first ``accepted [B]`` nodes of ``path [B, P]`` become committed rows.
+
+    path: int64, the numbers of nodes from a child of the root on, each the parent of the next, anything beyond a row's
+    ``accepted``. That they ascend is checked on the CPU only, that they are a path not at all. Called once, for all
+    layers and convolution windows of a pool. Raises ValueError or TypeError.
+    """
+    checks.check_rows("commit_path", layers, slots, 0)
+    ring = layers[0].ring
+    checks.check_accepted(ring, slots, accepted)
+    checks.check_path("commit_path", path, accepted, slots, ring.window)
+    if path.numel():
+        end = torch.stack(ring.at(slots)).sum(0)[:, None]
+        step = torch.arange(path.shape[1], device=path.device)
+        # What is not accepted stays where it is.
+        source = torch.where((step < accepted[:, None]) & (slots >= 0)[:, None], path, step)
+        for layer in layers:
+            for x in (layer.k, layer.d, layer.w, layer.g):
+                move_columns(x, 2, slots, (end + source) % ring.R, (end + step) % ring.R)
+        for conv in convs:
+            C = conv.x.shape[2]
+            move_columns(conv.x, 2, slots, (end + source) % C, (end + step) % C)
+    ops.commit(ring, slots, accepted)
+
+
+def move_columns(x: Tensor, dim: int, slots: Tensor, source: Tensor, target: Tensor) -> None:
+    """In the rows ``slots [B]`` of ``x``, column ``target[b, i]`` of dimension ``dim`` becomes what ``source[b, i]``
+    was. Padding rows repeat the first real row's write."""
+    rows, index, _, alive = without_padding(slots)
+    x = x.movedim(dim, 1)
+    index = index[:, None]
+    old = torch.where(alive[:, None], source[rows], target[rows])
+    x[index, target[rows]] = x[index, old]
