@@ -298,7 +298,8 @@ def test_generate_with_drafts_writes_the_same(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft", "beam"], "--draft must be prompt-lookup or a checkpoint directory; got 'beam'"),
+        (["--draft", "beam"], "--draft must be prompt-lookup, mtp or a checkpoint directory; got 'beam'"),
+        (["--draft", "mtp"], "no weights mtp.*"),
         (["--draft-tokens", "3"], "it needs --draft"),
         (["--draft", "prompt-lookup", "--draft-tokens", "0"], "of at least 1; got '0'"),
         (["--draft", "prompt-lookup", "--no-replay"], "leave out --no-replay"),

@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=number(int, 0), default=0, metavar="N", help="of sampling; default: 0")
     parser.add_argument(
         "--draft", metavar="HOW",
-        help="verify several drafted tokens in a forward: prompt-lookup finds them in the text itself, a directory is "
-        "that of a smaller model with the same tokens",
+        help="verify several drafted tokens in a forward: prompt-lookup finds them in the text itself, mtp is the head "
+        "for them that the checkpoint has, a directory is that of a smaller model with the same tokens",
     )  # fmt: skip
     parser.add_argument(
         "--draft-tokens", type=_draft_tokens, default="auto", metavar="N", help="drafts a forward; default: auto"
@@ -61,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
     ids = checkpoint.encode(prompt)
     if not ids:
         raise UsageError("the prompt has no tokens")
-    draft = None if args.draft is None else _drafter(args.draft, device, args)
+    draft = None if args.draft is None else _drafter(args.draft, checkpoint.model, device, args)
     with contextlib.ExitStack() as attached:
         if not args.no_replay:
             attached.enter_context(_attached(checkpoint.model, args))
-        if draft is not None and not isinstance(draft, str) and _replayed(draft):
+        if _replayed(draft):
             attached.enter_context(_attached(draft, args))
         return _generate(checkpoint, ids, device, args, draft)
 
@@ -115,21 +115,31 @@ def _speculate(model: Any, prompt: Any, draft: Any, args: argparse.Namespace, st
         stream.end()
 
 
-def _drafter(name: str, device: Any, args: argparse.Namespace) -> Any:
-    """What ``--draft`` names: a way, or the model in a directory."""
+def _drafter(name: str, model: Any, device: Any, args: argparse.Namespace) -> Any:
+    """What ``--draft`` names: a way, the model's own head, or the model in a directory."""
     if name == "prompt-lookup":
         return name
+    if name == "mtp":
+        from replayssm.hf.mtp import MTPHead
+
+        try:
+            return MTPHead.load(model, args.model)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     if not Path(name).is_dir():
-        raise UsageError(f"--draft must be prompt-lookup or a checkpoint directory; got {name!r}")
+        raise UsageError(f"--draft must be prompt-lookup, mtp or a checkpoint directory; got {name!r}")
     from replayssm.cli.checkpoint import load
 
     return load(Path(name), dtype=args.dtype, device=device, replay=False).model
 
 
-def _replayed(model: Any) -> bool:
+def _replayed(draft: Any) -> bool:
+    """Whether it is a model that can be attached."""
+    from transformers import PreTrainedModel
+
     from replayssm.hf import SUPPORTED
 
-    return model.config.get_text_config(decoder=True).model_type in SUPPORTED
+    return isinstance(draft, PreTrainedModel) and draft.config.get_text_config(decoder=True).model_type in SUPPORTED
 
 
 def _draft_tokens(text: str) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from replayssm.hf.drafters import DraftModel
+from replayssm.hf.mtp import MTPHead
 from replayssm.hf.runner import Runner
 from replayssm.lookup import EarlierOutputs, PromptLookup
 from replayssm.speculative import Draft, Drafter, DraftLength, Sampling, Tree, judge, judge_tree
@@ -65,11 +66,11 @@ def generate(
 
     model: attached (:func:`replayssm.attach`), or one with attention only. input_ids: int64 ``[B, T]``; attention_mask:
     ``[B, T]``, zeros for padding, on the left. draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three alternatives),
-    ``"earlier-outputs"``, a model of the same vocabulary, any :class:`replayssm.speculative.Drafter`, or None: plain
-    decoding. draft_tokens: how many a step; ``"auto"`` follows each row's acceptance, up to 8. sampling: greedy by
-    default. eos_token_id: ends a row; None: the model's own, an empty sequence: none. on_tokens: called with a row's
-    number and its new tokens, step by step. Raises ValueError for arguments out of range, prompts padded elsewhere or
-    empty, and trees with a model that they do not suit.
+    ``"earlier-outputs"``, ``"mtp"`` (the head in the checkpoint that the model was loaded from), a model of the same
+    vocabulary, any :class:`replayssm.speculative.Drafter`, or None: plain decoding. draft_tokens: how many a step;
+    ``"auto"`` follows each row's acceptance, up to 8. sampling: greedy by default. eos_token_id: ends a row; None: the
+    model's own, an empty sequence: none. on_tokens: called with a row's number and its new tokens, step by step. Raises
+    ValueError for arguments out of range, prompts padded elsewhere or empty, and drafts that do not suit the model.
     """
     run = _Run(model, input_ids, attention_mask, max_new_tokens, sampling or Sampling(), on_tokens)
     run.ends = _ends(model, eos_token_id)
@@ -112,6 +113,8 @@ class _Run:
     def all(self, drafter: Drafter, window: int) -> Generation:
         """To the end of all rows."""
         runner = Runner(self.model, window)
+        if isinstance(drafter, MTPHead):
+            drafter.watch(runner)
         token = self.sampling.pick(runner.prefill(self.texts))
         self._append([[t] for t in token.tolist()], runner, drafter)
         while self.live:
@@ -216,14 +219,15 @@ def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
         return DraftModel(draft, most)
     if draft == "prompt-lookup":
         return PromptLookup()
+    if draft == "mtp":
+        return MTPHead.load(model)
     if draft == "prompt-tree":
         return PromptLookup(branches=3)
     if draft == "earlier-outputs":
         return EarlierOutputs()
     if isinstance(draft, str):
-        raise ValueError(
-            f"generate: unknown draft {draft!r}; valid: prompt-lookup, earlier-outputs, a model, a Drafter"
-        )
+        valid = "prompt-lookup, prompt-tree, earlier-outputs, mtp, a model, a Drafter"
+        raise ValueError(f"generate: unknown draft {draft!r}; valid: {valid}")
     return draft
 
 

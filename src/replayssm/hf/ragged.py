@@ -225,6 +225,15 @@ def keep_whole(cache: Cache) -> None:
             cache.layers[i] = DynamicLayer()
 
 
+def take_columns_back(cache: Cache, columns: int, pads: Tensor, n: Tensor) -> tuple[int, Tensor]:
+    """Takes back each row's last ``n [B]`` columns of all keys and values, of which there are ``columns``; the first
+    ``pads [B]`` are padding. Returns what there is then."""
+    right = n - n.min()
+    keep, lead = columns - int(n.min()), int((pads + right).min())
+    shift_attention(cache, keep, right, lead)
+    return keep - lead, pads + right - lead
+
+
 def shift_attention(cache: Cache, keep: int, right: Tensor, lead: int) -> None:
     """Of all keys and values the first ``keep`` columns stay; row ``b`` moves ``right[b]`` columns to the right, over
     the end; then the first ``lead`` columns are dropped. What moves in on the left is padding."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from replayssm.hf.ragged import RaggedCache, keep_whole, shift_attention
+from replayssm.hf.ragged import RaggedCache, keep_whole, take_columns_back
 from replayssm.hf.trees import ancestors, attention_mask, check_trees, order_attention, tree_convolutions
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -22,6 +22,7 @@ class Runner:
 
     window: the most tokens of a :meth:`step`. back: how many tokens can be taken back beyond those of the last step.
     pads: columns of padding before each row's first token, int64 ``[B]``, and columns: of the cache; both on the host.
+    hidden: set to an empty list, it gathers the decoder's outputs ``[.., hidden]`` of each row's tokens that stay.
     Raises ValueError for a model with recurrent layers that is not attached, or one without a cache.
     """
 
@@ -42,6 +43,7 @@ class Runner:
         keep_whole(self.cache)
         self.pads = torch.zeros(0, dtype=torch.long)
         self.columns = 0
+        self.hidden: list[Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -118,27 +120,21 @@ class Runner:
             return
         if isinstance(self.cache, RaggedCache):
             self.cache.recurrent.take_back(back)
-        least = int(back.min())
-        right = back - least
-        lead = int((self.pads + right).min())
-        keep = self.columns - least
-        shift_attention(self.cache, keep, right, lead)
-        self.pads = self.pads + right - lead
-        self._resize(keep - lead)
+        if self.hidden is not None:
+            self.hidden = [x[: len(x) - m] for x, m in zip(self.hidden, n, strict=True)]
+        self._resize(*take_columns_back(self.cache, self.columns, self.pads, back))
 
     def select(self, rows: Sequence[int]) -> None:
         """Goes on with these rows only."""
         index = torch.tensor(rows)
         self.cache.batch_select_indices(index)
-        self.pads = self.pads[index]
-        lead = int(self.pads.min())
-        if lead:
-            shift_attention(self.cache, self.columns, torch.zeros_like(self.pads), lead)
-            self.pads = self.pads - lead
-            self._resize(self.columns - lead)
+        if self.hidden is not None:
+            self.hidden = [self.hidden[row] for row in rows]
+        pads = self.pads[index]
+        self._resize(*take_columns_back(self.cache, self.columns, pads, torch.zeros_like(pads)))
 
-    def _resize(self, columns: int) -> None:
-        self.columns = columns
+    def _resize(self, columns: int, pads: Tensor) -> None:
+        self.columns, self.pads = columns, pads
         if isinstance(self.cache, RaggedCache):
             self.cache.recurrent.tokens = columns
 
@@ -150,7 +146,19 @@ class Runner:
     def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         kwargs |= {"attention_mask": mask, "position_ids": positions, self._cache_name: self.cache}
         accepted = {name: x for name, x in kwargs.items() if name in self._parameters}
-        with torch.no_grad():
-            logits = self.model(tokens, use_cache=True, **accepted).logits
+        seen: list[Any] = []
+        handle = None
+        if self.hidden is not None:
+            handle = self.model.get_decoder().register_forward_hook(lambda module, args, out: seen.append(out))
+        try:
+            with torch.no_grad():
+                logits = self.model(tokens, use_cache=True, **accepted).logits
+        finally:
+            if handle is not None:
+                handle.remove()
+        if self.hidden is not None:
+            first = (self.pads - self.columns).clamp(min=0).tolist()
+            new = [x[n:] for x, n in zip(seen[0].last_hidden_state, first, strict=True)]
+            self.hidden = [torch.cat(pair) for pair in zip(self.hidden, new, strict=True)] if self.hidden else new
         self.columns += tokens.shape[1]
         return logits
