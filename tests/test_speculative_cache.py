@@ -197,9 +197,9 @@ def windows_stay(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keys_stay(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of rejected drafts are dropped as if all rows had rejected as many."""
-    shift = runner_module.shift_attention
+    shift = ragged.shift_attention
     monkeypatch.setattr(
-        runner_module, "shift_attention", lambda cache, keep, right, lead: shift(cache, keep, right * 0 + lead, lead)
+        ragged, "shift_attention", lambda cache, keep, right, lead: shift(cache, keep, right * 0 + lead, lead)
     )
 
 
