@@ -65,39 +65,39 @@ def launch_verify(
 
     B, T = v.shape[:2]
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
-    channel, erase, on_cpu = layer.recurrence.channel, layer.recurrence.erase, v.device.type == "cpu"
+    channel, erase = layer.recurrence.channel, layer.recurrence.erase
     q, k, v = (_dense(x) for x in (q, k, v))
-    k = k.to(q.dtype)
     g = _dense(g) if channel else g
+    BK = power_of_2(K, 16)
+    BC = min(config.BC, BK)
     X, BR = (2 * T if erase else T), power_of_2(layer.ring.most, 16)
-    exact = on_cpu or layer.ckpt.dtype == torch.float32
-    width = X * BR + 2 if T == 1 else X * (X + BR + T)
-    n_x = B * HV * X * K if channel else 0
+    width = X * (BR + T) + T + 1
+    n_x = B * HV * (X + 1) * K if channel else 0
     work_x = layer.ring.scratch.take(n_x + B * HV * width, v.device)
     work = work_x[n_x:]
     common = dict(
-        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, EXACT=exact,
-        PDL=config.pdl,
-        BK=power_of_2(K, 16), BR=BR, WIDTH=width,
+        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, PDL=config.pdl, BK=BK, BR=BR, WIDTH=width,
+        LIMIT=layer.ring.limit,
     )  # fmt: skip
     prepare_kernel[(B * (HV if channel else H),)](
         q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, work, work_x,
         *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
-        BT=power_of_2(T, 1 if exact else 16),
-        BG=1 if channel else power_of_2(HV // H), num_warps=config.prepare_warps, **common,
+        BC=BC, BG=1 if channel else power_of_2(HV // H), BN=power_of_2(X * T) if T <= 4 else 0, AHEAD=config.ahead,
+        num_warps=1, **common,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
-        x = work_x[:n_x].view(B, HV, X, K).transpose(1, 2)
-        q, k = x[:, :T], x[:, -T:]
+        x = work_x[:n_x].view(B, HV, X + 1, K).transpose(1, 2)
+        q, k = x[:, :T], x[:, X - T : X]
     options = {"launch_pdl": True} if config.pdl else {}
-    read_kernel[(B * HV * -(-V // config.BV),)](
-        q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work,
+    grid = (HV, B) if config.heads_first else (B, HV)
+    read_kernel[(-(-V // config.BV), *grid)](
+        q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work, work_x,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
-        V=V, LIMIT=layer.ring.limit, DOT=config.dot, BV=config.BV, BF=config.BF,
-        BX=power_of_2(X, 1 if exact and T > 1 else 16), UPCAST=on_cpu,
-        ROWS_FIRST=config.rows_first, num_warps=config.num_warps, **options, **common,
+        V=V, BC=BC, BV=config.BV, BX=power_of_2(X, 16), BF=16, AHEAD=config.fold_ahead,
+        HEADS_FIRST=config.heads_first, DOT=config.dot, UPCAST=v.device.type == "cpu",
+        num_warps=config.num_warps, **options, **common,
     )  # fmt: skip
 
 
@@ -112,18 +112,19 @@ def launch_plain(
     out: Tensor,
     config: LaunchConfig,
 ) -> None:
-    """One token on a pool that folds every step, with an explicit configuration (BV and num_warps are used)."""
+    """One token on a pool that folds every step, with an explicit configuration (BV, BC and num_warps are used)."""
     from replayssm.backends.triton.plain import plain_kernel
 
     B, H, HV, K, V = v.shape[0], layer.H, layer.HV, layer.K, layer.V
     q, k, v, out, w, g = (x[:, 0] for x in (_dense(q), _dense(k), _dense(v), out, w, g))
     g = _dense(g) if layer.recurrence.channel else g
+    BK = power_of_2(K, 16)
     plain_kernel[(B * HV * -(-V // config.BV),)](
         q, k, v, w, g, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count,
         *(s for x in (q, k, v, w, g, out) for s in x.stride()[:2]),
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=H, HV=HV, K=K, V=V, R=layer.ring.R, CHANNEL=layer.recurrence.channel, ERASE=layer.recurrence.erase,
-        BK=power_of_2(K, 16), BV=config.BV, num_warps=config.num_warps,
+        BK=BK, BC=min(config.BC, BK), BV=config.BV, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -131,13 +132,14 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
     """See :func:`replayssm.ops.fold`; the cursors are moved by the caller."""
     from replayssm.backends.triton.folding import fold_kernel
 
-    BV = min(64, power_of_2(layer.V, 16))
-    fold_kernel[(slots.numel() * layer.HV * -(-layer.V // BV),)](
+    c = config(layer, 1)
+    BK = power_of_2(layer.K, 16)
+    BV = min(16, c.BV)
+    fold_kernel[(-(-layer.V // BV), layer.HV, slots.numel())](
         slots, n.to(torch.int32).contiguous(), *layer.tensors.values(), layer.ring.head,
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=layer.H, HV=layer.HV, K=layer.K, V=layer.V, R=layer.ring.R, CHANNEL=layer.recurrence.channel,
-        UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
-        BR=power_of_2(layer.ring.most, 16), num_warps=4,
+        BK=BK, BC=min(c.BC, BK), BV=BV, AHEAD=c.fold_ahead, num_warps=1,
     )  # fmt: skip
 
 
