@@ -232,6 +232,9 @@ def test_what_is_not_in_the_ring_cannot_be_taken_back() -> None:
         with pytest.raises(ValueError, match="can be taken back"):
             runner.take_back(n)
     runner.take_back([2, 1])
+    assert "window 3 (drafts, each row its own)" in runner.cache.explain()
+    with pytest.raises(ValueError, match="must fit into the window of 3"):
+        runner.step_tree(torch.ones(2, 4, dtype=torch.long), torch.full((2, 4), -1))
     runner.step(torch.ones(2, 4, dtype=torch.long))  # more than the window: no drafts
     with pytest.raises(ValueError, match="can be taken back"):
         runner.take_back([1, 0])

@@ -106,13 +106,13 @@ class ReplayCache(DynamicCache):
             return "nothing has run yet; the backend is chosen at the first call"
         layer = next(iter(recurrent.states.values()))
         ring, options = pool.ring, recurrent.options
-        why = "asked for" if options.window else "recording" if recurrent.keep else "plain decoding"
         return "\n".join(
             [
                 str(explain(layer, options.backend)),
                 f"recurrence: {layer.recurrence.name}, H={layer.H} HV={layer.HV} K={layer.K} V={layer.V}, "
                 f"{len(recurrent.layers)} layers, {pool.N} sequences",
-                f"ring: R={ring.R} rows, a fold after {ring.limit + 1} tokens, window {ring.window} ({why})",
+                f"ring: R={ring.R} rows, a fold after {ring.limit + 1} tokens, window {ring.window} "
+                f"({recurrent.purpose})",
                 f"dtypes: checkpoint {layer.ckpt.dtype}, k {layer.k.dtype}, d {layer.d.dtype}, w and g {layer.w.dtype}",
                 f"bytes: {self.nbytes // pool.N} a sequence",
             ]

@@ -96,6 +96,11 @@ class RaggedState(RecurrentState):
         return pool
 
     @property
+    def purpose(self) -> str:
+        """See the base."""
+        return "drafts, each row its own"
+
+    @property
     def _wanted(self) -> int:
         return 0  # what base keeps for all rows alike; here _open keeps ``back``
 

@@ -69,7 +69,12 @@ class Runner:
     def step_tree(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """:meth:`step` of trees: ``parents`` int64 ``[B, T]`` on the CPU, as in :func:`replayssm.tree.verify_tree`.
         :meth:`take_path` must follow. Raises ValueError for models that trees do not suit: :func:`check_trees`."""
-        check_trees(self.model, self.cache)
+        check_trees(self.model)
+        if tokens.shape[1] > self.window or not self.columns:
+            raise ValueError(
+                f"step_tree: a tree of {tokens.shape[1]} tokens after {self.columns}; it must fit into the window of "
+                f"{self.window} and come after a prompt"
+            )
         visible = ancestors(parents)
         columns = torch.arange(self.columns) >= self.pads[:, None]
         mask = torch.cat([columns[:, None].expand(-1, tokens.shape[1], -1), visible], 2)

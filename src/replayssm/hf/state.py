@@ -231,6 +231,11 @@ class RecurrentState:
     # The pool.
 
     @property
+    def purpose(self) -> str:
+        """What the window is for."""
+        return "asked for" if self.options.window else "recording" if self.keep else "plain decoding"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of checkpoints, rings, cursors and convolution windows."""
         windows = sum(window.x.numel() * window.x.element_size() for window in self.convs.values())

@@ -20,7 +20,7 @@ SPARSE = ("glm5_next_text", "qwen4_exp_text", "lara_mini")
 """Model types whose attention counts columns (sliding, pools of keys), or that have convolutions of their own."""
 
 
-def check_trees(model: PreTrainedModel, cache: Cache) -> None:
+def check_trees(model: PreTrainedModel) -> None:
     """Raises ValueError where a tree cannot be verified in one forward of ``model``."""
     config = model.config.get_text_config(decoder=True)
     if config.model_type in SPARSE or getattr(config, "sliding_window", None):
