@@ -353,3 +353,15 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"input_ids must be \[B, T\]"):
         replayssm.generate(model, ids[0])
     replayssm.detach(model)
+
+
+def test_a_draft_model_that_writes_its_state_every_step() -> None:
+    """As the model it can be run so; as a drafter it has nothing to go back to."""
+    model, inputs = build("qwen3_5"), prompt(9, 5)
+    want = model.generate(**inputs, **GREEDY)
+    replayssm.attach(model, backend="sequential")
+    out = replayssm.generate(model, **inputs, max_new_tokens=NEW)
+    assert torch.equal(out.sequences, want)
+    with pytest.raises(ValueError, match="attach that model with another backend"):
+        replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=model)
+    replayssm.detach(model)
