@@ -65,11 +65,13 @@ def generate(
     those of single steps (in float32, rounding apart); sampled, tokens of the same distribution.
 
     model: attached (:func:`replayssm.attach`), or one with attention only. input_ids: int64 ``[B, T]``; attention_mask:
-    ``[B, T]``, zeros for padding, on the left; None: there is none. draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three
-    alternatives), ``"earlier-outputs"``, ``"mtp"`` (the head in the checkpoint that the model was loaded from), a model
-    of the same vocabulary, any :class:`replayssm.speculative.Drafter`, or None: plain decoding. draft_tokens: how many a
-    step; ``"auto"`` follows each row's acceptance, up to 8. sampling: greedy by default. eos_token_id: ends a row; None:
-    the model's own, an empty sequence: none. on_tokens: called with a row's number and its new tokens, step by step.
+    ``[B, T]``, zeros for padding, on the left; None: there is none.
+    draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three alternatives), ``"earlier-outputs"``, ``"mtp"`` (the head in the
+    checkpoint that the model was loaded from), a model of the same vocabulary, any
+    :class:`replayssm.speculative.Drafter`, or None: plain decoding. draft_tokens: how many a step; ``"auto"`` follows
+    each row's acceptance, up to 8.
+    sampling: greedy by default. eos_token_id: ends a row; None: the model's own, an empty sequence: none.
+    on_tokens: called with a row's number and its new tokens, step by step.
     Raises ValueError for arguments out of range, prompts padded elsewhere or empty, and drafts that do not suit the
     model.
     """
