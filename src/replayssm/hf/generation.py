@@ -66,8 +66,8 @@ def generate(
 
     model: attached (:func:`replayssm.attach`), or one with attention only. input_ids: int64 ``[B, T]``; attention_mask:
     ``[B, T]``, zeros for padding, on the left; None: there is none.
-    draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three alternatives), ``"earlier-outputs"``, ``"mtp"`` (the head in the
-    checkpoint that the model was loaded from), a model of the same vocabulary, any
+    draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three alternatives), ``"earlier-outputs"``, ``"mtp"`` (the head in
+    the checkpoint that the model was loaded from), a model of the same vocabulary, any
     :class:`replayssm.speculative.Drafter`, or None: plain decoding. draft_tokens: how many a step; ``"auto"`` follows
     each row's acceptance, up to 8.
     sampling: greedy by default. eos_token_id: ends a row; None: the model's own, an empty sequence: none.
