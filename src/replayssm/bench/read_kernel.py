@@ -11,6 +11,7 @@ VARIANTS = ((4096, 4), (8192, 8), (16384, 8))  # numbers a program, its warps
 
 @triton.jit
 def read_kernel(x, out, BLOCK: tl.constexpr):
+    """A program loads ``BLOCK`` numbers of ``x`` and sums them up."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.sum(tl.load(x + i), 0)
     if total == 1.25e30:  # never: keeps the loads
