@@ -1,4 +1,4 @@
-"""GPU backend: two launches a step, see kernel.py. Runs on CPU tensors too, under Triton's interpreter (tests)."""
+"""GPU backend: two launches a step, prepare.py and kernel.py. Under Triton's interpreter on CPU tensors too (tests)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def launch_verify(
     config: LaunchConfig,
 ) -> None:
     """:func:`verify` with an explicit configuration (tuning and tests)."""
-    from replayssm.backends.triton.kernel import prepare_kernel, read_kernel
+    from replayssm.backends.triton.kernel import read_kernel
+    from replayssm.backends.triton.prepare import prepare_kernel
 
     B, T = v.shape[:2]
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
@@ -71,33 +72,29 @@ def launch_verify(
     BK = power_of_2(K, 16)
     BC = min(config.BC, BK)
     X, BR = (2 * T if erase else T), power_of_2(layer.ring.most, 16)
-    width = X * (BR + T) + T + 1
-    n_x = B * HV * (X + 1) * K if channel else 0
+    width = -(-(X * (BR + T) + T) // 8) * 8  # whole sectors of 32 bytes
+    n_x = B * HV * X * K if channel else 0
     work_x = layer.ring.scratch.take(n_x + B * HV * width, v.device)
     work = work_x[n_x:]
-    common = dict(
-        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, PDL=config.pdl, BK=BK, BR=BR, WIDTH=width,
-        LIMIT=layer.ring.limit,
-    )  # fmt: skip
+    common = dict(T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width)
     prepare_kernel[(B * (HV if channel else H),)](
         q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, work, work_x,
         *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
-        BC=BC, BG=1 if channel else power_of_2(HV // H), BN=power_of_2(X * T) if T <= 4 else 0, AHEAD=config.ahead,
-        num_warps=1, **common,
+        BC=BK if channel and X <= 2 else BC, BX=power_of_2(X), BG=1 if channel else power_of_2(HV // H),
+        BN=power_of_2(X * T) if T <= 4 else 0, AHEAD=config.ahead, num_warps=1, **common,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
-        x = work_x[:n_x].view(B, HV, X + 1, K).transpose(1, 2)
-        q, k = x[:, :T], x[:, X - T : X]
-    options = {"launch_pdl": True} if config.pdl else {}
-    grid = (HV, B) if config.heads_first else (B, HV)
-    read_kernel[(-(-V // config.BV), *grid)](
-        q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work, work_x,
+        x = work_x[:n_x].view(B, HV, X, K).transpose(1, 2)
+        q, k = x[:, :T], x[:, X - T :]
+    sizes = {"v": -(-V // config.BV), "b": B, "h": HV}
+    read_kernel[tuple(sizes[axis] for axis in config.order)](
+        q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
-        V=V, BC=BC, BV=config.BV, BX=power_of_2(X, 16), BF=16, AHEAD=config.fold_ahead,
-        HEADS_FIRST=config.heads_first, DOT=config.dot, UPCAST=v.device.type == "cpu",
-        num_warps=config.num_warps, **options, **common,
+        V=V, LIMIT=layer.ring.limit, BC=BC, BV=config.BV, BX=power_of_2(X, 16), BF=16,
+        AXIS_V=config.order.index("v"), AXIS_B=config.order.index("b"), AXIS_H=config.order.index("h"),
+        DOT=config.dot, UPCAST=v.device.type == "cpu", num_warps=config.num_warps, **common,
     )  # fmt: skip
 
 
@@ -132,14 +129,13 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
     """See :func:`replayssm.ops.fold`; the cursors are moved by the caller."""
     from replayssm.backends.triton.folding import fold_kernel
 
-    c = config(layer, 1)
-    BK = power_of_2(layer.K, 16)
-    BV = min(16, c.BV)
+    BV = min(64, power_of_2(layer.V, 16))
     fold_kernel[(-(-layer.V // BV), layer.HV, slots.numel())](
         slots, n.to(torch.int32).contiguous(), *layer.tensors.values(), layer.ring.head,
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=layer.H, HV=layer.HV, K=layer.K, V=layer.V, R=layer.ring.R, CHANNEL=layer.recurrence.channel,
-        BK=BK, BC=min(c.BC, BK), BV=BV, AHEAD=c.fold_ahead, num_warps=1,
+        UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
+        BR=power_of_2(layer.ring.most, 16), num_warps=2,
     )  # fmt: skip
 
 
