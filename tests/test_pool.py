@@ -411,7 +411,7 @@ class Walk:
     def step(self, ids: list[int], T: int, accepted: list[int], folded: bool = False) -> None:
         slots = self.slots(ids)
         real = [(b, slot) for b, slot in enumerate(ids) if slot >= 0]
-        self.folds += int((self.pool.ring.due(self.pool.ring.at(slots)[1])).sum())
+        self.folds += int(self.pool.ring.due(*reversed(self.pool.ring.at(slots))).sum())
         for i, layer in enumerate(self.pool.layers):
             new = make_inputs(layer.recurrence, len(ids), T, layer.H, layer.HV, layer.K, layer.V, self.dtype, self.rng)
             given = (x.to(self.where.device) for x in new)

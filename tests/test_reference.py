@@ -86,7 +86,7 @@ def test_replay_is_the_recurrence(recurrence: Recurrence, fold_every: int, windo
         slots = rows.int()
         inputs = make_inputs(recurrence, 2, window, spec.H, spec.HV, spec.K, spec.V, torch.float64, rng)
         exact, states = plain(recurrence, S[rows], inputs, torch.float64)
-        folds += int(layer.ring.due(layer.ring.at(slots)[1]).sum())
+        folds += int(layer.ring.due(*reversed(layer.ring.at(slots))).sum())
         assert_equal64(verify_ref(layer, *inputs, slots), exact)
         accepted = torch.randint(window + 1, (2,), generator=rng)
         pool.commit(slots, accepted)

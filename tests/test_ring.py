@@ -188,3 +188,36 @@ def test_the_fold_comes_in_time_and_not_before(R: int) -> None:
 def test_geometry_errors(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"Ring: .*got"):
         Ring.build(**{**dict(N=2, R=8, window=2), **bad})
+
+
+@pytest.mark.parametrize(("window", "fold_every"), [(1, 16), (1, 5), (4, 16)])
+def test_rows_admitted_together_do_not_fold_together(window: int, fold_every: int) -> None:
+    """With stagger, no step folds many of a full batch, and a row still folds once in ``fold_every`` tokens."""
+    N, tokens = 4 * fold_every, 8 * fold_every
+    folds = {}
+    for stagger in (False, True):
+        ring = Ring.build(N, fold_every - 1 + 2 * window, window, fold_every - 1, stagger=stagger)
+        slots, a_step = torch.arange(N, dtype=torch.int32), []
+        for _ in range(tokens):
+            a_step.append(int(ring.due(*reversed(ring.at(slots))).sum()))
+            ring.commit(slots, 1)
+        folds[stagger] = a_step
+    assert max(folds[False]) == N
+    assert max(folds[True]) <= N // fold_every
+    # Over whole cycles the cost is the same; a phase costs a row one fold at most.
+    assert abs(sum(folds[True]) - sum(folds[False])) <= N
+    assert sum(folds[True][fold_every:]) / (tokens - fold_every) == pytest.approx(N / fold_every, rel=0.01)
+
+
+def test_an_empty_ring_keeps_its_phase_and_others_bring_theirs() -> None:
+    ring = Ring.build(6, 9, 1, 7, stagger=True)
+    slots = torch.tensor([1, 3], dtype=torch.int32)
+    assert (ring.head[slots.long()] // 9).tolist() == [1, 3]
+    ring.copy(slots[:1], slots[1:])
+    assert int(ring.head[3]) // 9 == 3, "a prompt given to several slots must not make them fold together"
+    ring.commit(slots, 2)
+    ring.copy(slots[:1], slots[1:])
+    assert int(ring.head[3]) // 9 == 1, "a fork goes on as its source"
+    ring.absorb(slots, torch.tensor([2, 1], dtype=torch.int32))
+    assert (ring.head[slots.long()] // 9).tolist() == [1, 0]
+    assert (ring.head[slots.long()] % 9).tolist() == [2, 1]

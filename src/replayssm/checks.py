@@ -145,8 +145,8 @@ def check_accepted(ring: Ring, slots: Tensor, accepted: Tensor | int) -> None:
         raise ValueError(f"commit: accepted must be in 0 .. {most}; got {accepted}")
     if slots.device.type != "cpu" or slots.numel() == 0:
         return
-    _, count = ring.at(slots)
-    room = most - torch.where(ring.due(count), 0, count)
+    head, count = ring.at(slots)
+    room = most - torch.where(ring.due(count, head), 0, count)
     bad = torch.as_tensor((accepted < 0) | (accepted > room)) & (slots >= 0)
     if bool(bad.any()):
         i = int(bad.nonzero()[0])

@@ -57,8 +57,8 @@ def verify(
     if v.numel():
         choose(backend, layer).verify(layer, q, k, v, w, g, slots, out)
     elif slots.numel():  # no token, but the commit that ends the step takes a due fold as done
-        _, count = layer.ring.at(slots)
-        choose(backend, layer).fold(layer, slots, count * layer.ring.due(count))
+        head, count = layer.ring.at(slots)
+        choose(backend, layer).fold(layer, slots, count * layer.ring.due(count, head))
     return out
 
 

@@ -21,6 +21,7 @@ class StatePool:
     fold_every: a row's checkpoint is written once in this many one-token steps; 1 writes it every step (the plain
     recurrence). window: the most new tokens a step appends. R, the physical ring rows, follows from both, rounded up
     where that makes the convolution windows smaller; ``width`` is the taps of the model's convolutions.
+    stagger: sequences that start together do not all fold in the same step, see :mod:`replayssm.ring`.
     Memory is allocated by :meth:`add_layer` and :meth:`add_conv`, never later.
     """
 
@@ -33,6 +34,7 @@ class StatePool:
         width: int = 4,
         device: torch.device | str = "cpu",
         backend: str = "auto",
+        stagger: bool = True,
     ) -> None:
         if min(fold_every, window, width) < 1:
             raise ValueError(
@@ -42,7 +44,7 @@ class StatePool:
             raise ValueError(f"StatePool: unknown backend {backend!r}; valid: auto, {', '.join(names())}")
         if backend == "sequential":
             fold_every = 1
-        self.ring = Ring.build(N, _rows(fold_every, window, width), window, fold_every - 1, device)
+        self.ring = Ring.build(N, _rows(fold_every, window, width), window, fold_every - 1, device, stagger)
         self.backend = backend
         self.layers: list[LayerState] = []
         self.convs: list[ConvWindow] = []
@@ -165,14 +167,18 @@ class StatePool:
                 f"import_: the slot's {count} committed rows leave no room in R={self.ring.R} rows for this pool's "
                 f"window={self.ring.window}; fold the slot before its export"
             )
+        if not self.ring.stagger or head // self.ring.R > self.ring.limit:
+            head %= self.ring.R  # without the phase, see ring.py
         for x, y in zip(tensors, saved["tensors"], strict=True):
             x[slot] = y.to(x.device)
         self.ring.put(self._tensor([slot]), self._tensor([head]), self._tensor([count]))
 
     def check(self) -> None:
-        """Raises AssertionError where a cursor is out of bounds: ``0 <= head < R``, ``0 <= count <= R - window``."""
+        """Raises AssertionError where a cursor is out of bounds: ``0 <= head < R``, with a phase on top where the pool
+        staggers; ``0 <= count <= R - window``."""
         head, count = self.ring.head[:-1], self.ring.count[:-1]
-        bad = (head < 0) | (head >= self.ring.R) | (count < 0) | (count > self.ring.R - self.ring.window)
+        most = self.ring.R * (self.ring.limit * self.ring.stagger + 1)
+        bad = (head < 0) | (head >= most) | (count < 0) | (count > self.ring.R - self.ring.window)
         if bool(bad.any()):
             slot = int(bad.nonzero()[0])
             raise AssertionError(f"slot {slot}: head={int(head[slot])}, count={int(count[slot])}, R={self.ring.R}")

@@ -70,7 +70,7 @@ def verify_ref(layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g:
             continue
         head, count = int(layer.ring.head[slot]), int(layer.ring.count[slot])
         state = live_state_ref(layer, slot)
-        if layer.ring.due(layer.ring.count[slot]):
+        if layer.ring.due(layer.ring.count[slot], head):
             layer.ckpt[slot] = state.to(layer.ckpt.dtype)
         for t in range(v.shape[1]):
             row = (head + count + t) % R

@@ -11,6 +11,10 @@ A fold is due when ``count > limit``. ``limit`` is at most ``R - 2 * window``, s
 step at which ``count + 2 * window > R``: one whole free window always stays, and an append never lands on a row that
 another program of the same launch still reads. ``limit = 0`` folds every step: the plain recurrence.
 
+Sequences that start together would also fold together, every ``limit + 1`` steps, and that step would take twice the
+time of the others. A ring that staggers lets each slot's *first* fold come earlier, by a phase of its own from 0 to
+``limit``. Until that fold ``head`` carries the phase, as ``R * phase`` on top, which no row number, modulo R, sees.
+
 Between the layers of one step the cursors stand still: each layer's ``verify`` folds its own checkpoint where
 :meth:`Ring.due`, and :meth:`Ring.commit` afterwards moves the cursors by the same predicate.
 """
@@ -44,7 +48,7 @@ class Ring:
     """Cursors and geometry of the rings of ``N`` slots.
 
     head, count: int32 ``[N + 1]``; the last entry takes the writes of padding rows and is never read as a slot.
-    R: physical rows; window: most new tokens a step; limit: most committed rows that stay unfolded.
+    R: physical rows; window: most new tokens a step; limit: most committed rows that stay unfolded; stagger: see above.
     """
 
     head: Tensor
@@ -52,10 +56,13 @@ class Ring:
     R: int
     window: int
     limit: int
+    stagger: bool = False
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
 
     @staticmethod
-    def build(N: int, R: int, window: int, limit: int | None = None, device: torch.device | str = "cpu") -> Ring:
+    def build(
+        N: int, R: int, window: int, limit: int | None = None, device: torch.device | str = "cpu", stagger: bool = False
+    ) -> Ring:
         """Empty cursors for ``N`` slots; ``limit`` defaults to the latest that is safe, ``R - 2 * window``."""
         if N < 1 or window < 1 or 2 * window > R:
             raise ValueError(f"Ring: need N >= 1, window >= 1 and R >= 2 * window; got N={N}, R={R}, window={window}")
@@ -64,7 +71,9 @@ class Ring:
         if not 0 <= limit <= latest:
             raise ValueError(f"Ring: limit must be in [0, R - 2 * window] = [0, {latest}]; got {limit}")
         zeros = torch.zeros(2, N + 1, dtype=torch.int32, device=device)
-        return Ring(zeros[0], zeros[1], R, window, limit)
+        ring = Ring(zeros[0], zeros[1], R, window, limit, stagger)
+        ring.reset(torch.arange(N, dtype=torch.int32, device=device))
+        return ring
 
     @property
     def N(self) -> int:
@@ -76,9 +85,9 @@ class Ring:
         """Most committed rows that a step can find: what kernels must be able to read."""
         return self.R - self.window
 
-    def due(self, count: Tensor) -> Tensor:
-        """The fold predicate, for kernels' callers, commit and the reference alike."""
-        return count > self.limit
+    def due(self, count: Tensor, head: Tensor | int = 0) -> Tensor:
+        """The fold predicate, for kernels' callers, commit and the reference; cursors as :meth:`at` gives them."""
+        return count > self.limit - head // self.R
 
     def at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """``(head, count)`` of ``slots [B]``, int64; zero for padding rows (``slots < 0``)."""
@@ -89,7 +98,7 @@ class Ring:
         """Ends a step: folds' cursor move where due, then ``count += accepted`` (``[B]`` or one number, 0..T)."""
         index, pad = self._index(slots)
         head, count = self.head[index], self.count[index]
-        due = self.due(count)
+        due = self.due(count, head)
         new = torch.where(due, 0, count) + accepted
         self.head[index] = torch.where(due, (head + count) % self.R, head).to(torch.int32)
         self.count[index] = new.masked_fill(pad, 0).to(torch.int32)
@@ -98,8 +107,10 @@ class Ring:
         """After the checkpoint took the first ``n [B]`` committed rows: they leave the ring."""
         index, pad = self._index(slots)
         n = n.masked_fill(pad, 0).to(torch.int32)
-        self.head[index] = (self.head[index] + n) % self.R
-        self.count[index] = self.count[index] - n
+        head, count = self.head[index], self.count[index] - n
+        moved = (head + n) % self.R + torch.where(count == 0, self._phase(slots), 0)
+        self.head[index] = torch.where(n > 0, moved, head).to(torch.int32)
+        self.count[index] = count
 
     def rewind(self, slots: Tensor, n: Tensor | int) -> None:
         """Drops the last ``n`` committed rows; the caller has checked that ``n <= count``."""
@@ -110,18 +121,26 @@ class Ring:
     def reset(self, slots: Tensor) -> None:
         """Empties the rings of ``slots``."""
         index, _ = self._index(slots)
-        self.head[index] = 0
+        self.head[index] = self._phase(slots)
         self.count[index] = 0
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
-        """Gives ``dst`` the cursors of ``src`` (both ``[B]``), as :func:`copy_slots`."""
+        """Gives ``dst`` the cursors of ``src`` (both ``[B]``), as :func:`copy_slots`; an empty ring keeps its phase."""
         copy_slots([self.head, self.count], src, dst)
+        index, pad = self._index(dst.masked_fill(src < 0, -1))
+        head = self.head[index]
+        own = torch.where((self.count[index] == 0) & ~pad, head % self.R + self._phase(dst), head)
+        self.head[index] = own.to(torch.int32)
 
     def put(self, slots: Tensor, head: Tensor, count: Tensor) -> None:
         """Sets the cursors of ``slots`` (import of a slot)."""
         index, pad = self._index(slots)
         self.head[index] = head.masked_fill(pad, 0).to(self.head)
         self.count[index] = count.masked_fill(pad, 0).to(self.count)
+
+    def _phase(self, slots: Tensor) -> Tensor:
+        """``R * phase`` of an empty ring, int32 ``[B]``."""
+        return slots.clamp(min=0) % (self.limit + 1) * (self.R * self.stagger)
 
     def _index(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Padding goes to the spare last entry, so that it never shares an address with a real slot."""

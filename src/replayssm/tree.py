@@ -84,7 +84,7 @@ def _verify(
         d = torch.linalg.solve_triangular(near[:, :, T:], v - old[:, :, T:], upper=False, unitriangular=True)
     o = (old[:, :, :T] + near[:, :, :T] @ d).transpose(1, 2)
     out.copy_(torch.where(pad[:, None, None, None], 0, o))
-    portable._write_fold(layer, slots, alive & layer.ring.due(count), S0, past)
+    portable._write_fold(layer, slots, alive & layer.ring.due(count, head), S0, past)
     portable._append(layer, slots, alive, head + count, k, d, w, g)
 
 

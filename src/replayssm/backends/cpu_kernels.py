@@ -300,8 +300,9 @@ def _run(a, b, h, v0, s):
             rows.put_row(rows.at(a.out, b, i, h, v0), a.out.dtype, s.d, V)
         return
     n = vec.int64(a.rows + 8 * b) if a.rows else vec.int32(a.count + 4 * slot)
-    due = n > 0 if a.rows else n > a.limit
-    _step(a, _Task(b, h, h // (a.HV // a.H), v0, V, slot, vec.int32(a.head + 4 * slot), n, due), s)
+    head = vec.int32(a.head + 4 * slot)
+    due = n > 0 if a.rows else n > a.limit - head // a.R
+    _step(a, _Task(b, h, h // (a.HV // a.H), v0, V, slot, head % a.R, n, due), s)
 
 
 _CALL = np.dtype(Call)

@@ -52,7 +52,7 @@ def verify(
             d = torch.linalg.solve_triangular(near[:, :, T:], d, upper=False, unitriangular=True)
     o = (old[:, :, :T] + near[:, :, :T] @ d).transpose(1, 2)
     out.copy_(torch.where(pad[:, None, None, None], 0, o))
-    _write_fold(layer, slots, alive & layer.ring.due(count), S0, past)  # last: S0 may be a view of the checkpoint
+    _write_fold(layer, slots, alive & layer.ring.due(count, head), S0, past)  # last: S0 may be a view of the checkpoint
     _append(layer, slots, alive, head + count, k, d, w, g)
 
 

@@ -308,6 +308,7 @@ class RecurrentState:
                 width=1,  # convolutions are kept apart: see Window
                 device=device,
                 backend=self.options.backend,
+                stagger=False,  # all rows' counts are one host int here
             )
             self.slots = torch.arange(N, dtype=torch.int32, device=device)
             self.states = {layer: self.pool.add_layer(spec) for layer, spec in self.specs.items()}
