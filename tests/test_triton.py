@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from replayssm.backends.triton.config import LaunchConfig, launch_config
+from replayssm.backends.triton.config import LaunchConfig, candidates, launch_config
 
 pytest.importorskip("triton")
 
@@ -25,8 +25,8 @@ print(json.dumps(vars(row)))
 """
 
 
-# One token takes row sums in float32 and products in bfloat16; several tokens take the triangular solve.
-@pytest.mark.parametrize(("dtype", "T"), [("float32", 1), ("bfloat16", 1), ("float32", 3)])
+# float32 states take multiply-adds, bfloat16 ones products on tensor cores; several tokens read each other.
+@pytest.mark.parametrize(("dtype", "T"), [("float32", 1), ("bfloat16", 1), ("float32", 3), ("bfloat16", 2)])
 @pytest.mark.parametrize("erase", [False, True], ids=["write", "erase"])
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_against_the_oracle(decay: str, erase: bool, dtype: str, T: int) -> None:
@@ -38,17 +38,59 @@ def test_against_the_oracle(decay: str, erase: bool, dtype: str, T: int) -> None
     assert row["ok"], row
 
 
+ODD = """
+import torch
+from replayssm import GDN, KDA, MAMBA2, LayerSpec, StatePool, ops
+from replayssm.testing import make_inputs
+
+torch.set_num_threads(1)
+rng = torch.Generator().manual_seed(0)
+for recurrence in (MAMBA2, GDN, KDA):
+    H, HV, K, V, T = 1, 3, 20, 24, 5
+    spec, outs, pools = LayerSpec(recurrence, H, HV, K, V), [], []
+    slots = torch.tensor([4, -1, 0], dtype=torch.int32)
+    steps = [make_inputs(recurrence, 3, T, H, HV, K, V, torch.float32, rng) for _ in range(3)]
+    for backend in ("triton", "torch"):
+        pool = StatePool(6, fold_every=4, window=T, backend=backend)
+        layer, out = pool.add_layer(spec), []
+        pool.alloc(6)
+        for x in steps:
+            packed = torch.cat([y.flatten(2) for y in (x.q, x.k, x.v)], -1)  # views of one projection
+            q, k, v = (y.unflatten(2, (-1, n)) for y, n in zip(packed.split([H * K, H * K, HV * V], -1), (K, K, V)))
+            assert not v.is_contiguous()
+            out.append(ops.verify(layer, q, k, v, x.w, x.g, slots=slots, backend=backend))
+            pool.commit(slots, torch.tensor([2, 0, 3]))
+        pools.append(pool)
+        outs.append(torch.stack(out))
+    for a, b in [outs, *zip(*(pool._slot_tensors() + [pool.ring.head, pool.ring.count] for pool in pools))]:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert int(pools[0].ring.head[4]) > 0, "no fold was part of the test"
+"""
+
+
+def test_odd_shapes_strided_views_and_staggered_folds_as_the_torch_backend() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", ODD], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_configuration_is_a_pure_function_that_fits_the_layer() -> None:
     for state_bits in (16, 32):
         for erase, channel in [(False, False), (True, False), (True, True), (False, True)]:
             for K, V in [(16, 16), (128, 64), (128, 80), (96, 192), (256, 256)]:
                 for T in (1, 2, 16):
-                    config = launch_config(
-                        erase=erase, channel=channel, state_bits=state_bits, K=K, V=V, T=T, capability=(8, 0)
-                    )
-                    assert max(16, 2 * V) >= config.BV
-                    assert config.BV % config.BF == 0
-                    assert not config.pdl, "programmatic launches come with Hopper"
+                    case = dict(erase=erase, channel=channel, state_bits=state_bits, K=K, V=V, T=T)
+                    config = launch_config(**case, capability=(8, 0))
+                    assert max(16, 2 * V) > config.BV >= 16, "a fold takes 16 rows at a time"
+                    assert config.dot == (state_bits == 16)
+                    assert sorted(config.order) == ["b", "h", "v"]
+                    assert candidates(**case)[0] == config
+                    assert len(set(candidates(**case))) == len(candidates(**case)) > 2
+
+
+def test_no_products_of_bfloat16_before_ampere() -> None:
+    case = dict(erase=True, channel=False, state_bits=16, K=128, V=128, T=1)
+    assert not launch_config(**case, capability=(7, 5)).dot
 
 
 def test_a_configuration_that_miscompiles_is_refused() -> None:
