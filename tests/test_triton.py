@@ -58,6 +58,7 @@ for recurrence in (MAMBA2, GDN, KDA):
             packed = torch.cat([y.flatten(2) for y in (x.q, x.k, x.v)], -1)  # views of one projection
             q, k, v = (y.unflatten(2, (-1, n)) for y, n in zip(packed.split([H * K, H * K, HV * V], -1), (K, K, V)))
             assert not v.is_contiguous()
+            q = q.half()  # not of k's dtype
             out.append(ops.verify(layer, q, k, v, x.w, x.g, slots=slots, backend=backend))
             pool.commit(slots, torch.tensor([2, 0, 3]))
         pools.append(pool)

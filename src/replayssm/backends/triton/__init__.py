@@ -67,7 +67,8 @@ def launch_verify(
     B, T = v.shape[:2]
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
     channel, erase = layer.recurrence.channel, layer.recurrence.erase
-    q, k, v = (_dense(x) for x in (q, k, v))
+    common = torch.promote_types(q.dtype, k.dtype)  # read as one block
+    q, k, v = _dense(q.to(common)), _dense(k.to(common)), _dense(v)
     g = _dense(g) if channel else g
     BK = power_of_2(K, 16)
     BC = min(config.BC, BK)
@@ -76,13 +77,13 @@ def launch_verify(
     n_x = B * HV * X * K if channel else 0
     work_x = layer.ring.scratch.take(n_x + B * HV * width, v.device)
     work = work_x[n_x:]
-    common = dict(T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width)
+    shape = dict(T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width)
     prepare_kernel[(B * (HV if channel else H),)](
         q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, work, work_x,
         *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
         BC=BK if channel and X <= 2 else BC, BX=power_of_2(X), BG=1 if channel else power_of_2(HV // H),
-        BN=power_of_2(X * T) if T <= 4 else 0, AHEAD=config.ahead, num_warps=1, **common,
+        BN=power_of_2(X * T) if T <= 4 else 0, AHEAD=config.ahead, num_warps=1, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x[:n_x].view(B, HV, X, K).transpose(1, 2)
@@ -94,7 +95,7 @@ def launch_verify(
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         V=V, LIMIT=layer.ring.limit, BC=BC, BV=config.BV, BX=power_of_2(X, 16), BF=16,
         AXIS_V=config.order.index("v"), AXIS_B=config.order.index("b"), AXIS_H=config.order.index("h"),
-        DOT=config.dot, UPCAST=v.device.type == "cpu", num_warps=config.num_warps, **common,
+        DOT=config.dot, UPCAST=v.device.type == "cpu", num_warps=config.num_warps, **shape,
     )  # fmt: skip
 
 
