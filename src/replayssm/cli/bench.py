@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replayssm.cli import bench_speculative
 from replayssm.cli.args import UsageError, check_backend, number
+from replayssm.cli.bench_args import Progress, check_files, chosen, command, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +40,13 @@ def add(commands: Any) -> None:
     )
     _add_kernel_options(parser)
     parser.set_defaults(run=run)
-    what = parser.add_subparsers(title="what to time", metavar="[kernels]", required=False)
+    what = parser.add_subparsers(title="what to time", metavar="[kernels | speculative]", required=False)
     kernels = what.add_parser(
         "kernels", help="a step of one layer (the default)", argument_default=argparse.SUPPRESS, description=run.__doc__
     )
     _add_kernel_options(kernels)
     kernels.set_defaults(run=run)
+    bench_speculative.add(what)
 
 
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = device.type != "cpu"
     bench = Bench(device, Clock(device, repeats=(11 if on_gpu else 5) if not args.quick else (5 if on_gpu else 3)))
     _check_serves(bench, cases, args.backend or "auto")
-    facts = about(device, "replayssm " + " ".join(_command(args)), bench.clock.read_bandwidth() / 1e9)
+    facts = about(device, "replayssm " + " ".join(command(args, "kernels")), bench.clock.read_bandwidth() / 1e9)
     print(", ".join(f"{key} {value}" for key, value in facts.items()), file=sys.stderr if args.json else sys.stdout)
     work = _tune(cases, bench, args.json) if args.tune else _measure(cases, bench, args)
     rows, machine, code = [], [], 0
@@ -120,15 +123,15 @@ def _cases(args: argparse.Namespace, device: torch.device) -> list[Case]:
     from replayssm.recurrence import RECURRENCES
 
     cpu, quick = device.type == "cpu", args.quick
-    recurrences = _chosen(args.recurrence, "recurrence", RECURRENCES) or list(RECURRENCES)
-    shapes = select(recurrences, _chosen(args.shape, "shape", SHAPES), quick, cpu)
+    recurrences = chosen(args.recurrence, "recurrence", RECURRENCES) or list(RECURRENCES)
+    shapes = select(recurrences, chosen(args.shape, "shape", SHAPES), quick, cpu)
     if not shapes:
         raise UsageError(f"no shape of --shape {args.shape} is of recurrence {', '.join(recurrences)}")
-    dtypes = _chosen(args.dtype, "dtype", DTYPES) or (["float32"] if cpu else ["float32", "bfloat16"])
-    modes = _chosen(args.mode, "mode", MODES) or [m for m in MODES if not (quick and m == "fold" and not cpu)]
+    dtypes = chosen(args.dtype, "dtype", DTYPES) or (["float32"] if cpu else ["float32", "bfloat16"])
+    modes = chosen(args.mode, "mode", MODES) or [m for m in MODES if not (quick and m == "fold" and not cpu)]
     if args.tune:
         modes = [mode for mode in modes if mode != "fold"]
-    batches = [_batch(text) for text in (args.batch or "").split(",") if text.strip()]
+    batches = whole_numbers(args.batch, "batch")
     batches = batches or ([1, 8] if cpu else [64, 256]) * quick or ([1, 8, 64] if cpu else [1, 8, 32, 64, 256])
     if args.tune and not args.batch:
         batches = [256]
@@ -145,41 +148,13 @@ def _cases(args: argparse.Namespace, device: torch.device) -> list[Case]:
         raise UsageError(str(error)) from None
 
 
-def _chosen(text: str | None, what: str, valid: Any) -> list[str] | None:
-    """The names of a comma-separated list, each of them valid."""
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names or [text]:
-        if name not in valid:
-            raise UsageError(f"unknown {what} {name!r}; valid: {', '.join(valid)}")
-    return names
-
-
-def _batch(text: str) -> int:
-    try:
-        return int(number(int, 1)(text.strip()))
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"argument --batch: {error}") from None
-
-
 def _check_files(args: argparse.Namespace, device: torch.device) -> None:
     """Before minutes are spent: can what was asked for be done and written?"""
     if args.tune and device.type == "cpu":
         raise UsageError("--tune tries Triton's launch configurations and needs a GPU; this run is on cpu")
-    for path in (args.out, args.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"directory {path.absolute().parent} does not exist")
-    if args.plot is not None:
-        if args.tune:
-            raise UsageError("--plot draws measured rows, and --tune gives none")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise UsageError("matplotlib is not installed; pip install 'replayssm[plot]'") from None
-        known = Figure().canvas.get_supported_filetypes()
-        if args.plot.suffix.removeprefix(".") not in known:
-            raise UsageError(f"--plot cannot write {args.plot.name!r}; valid suffixes: .{', .'.join(sorted(known))}")
+    if args.tune and args.plot is not None:
+        raise UsageError("--plot draws measured rows, and --tune gives none")
+    check_files(args)
 
 
 def _check_serves(bench: Bench, cases: list[Case], backend: str) -> None:
@@ -199,7 +174,7 @@ def _measure(cases: list[Case], bench: Bench, args: argparse.Namespace) -> Itera
     reasons: dict[str, None] = {}
     show(f"\n{HEAD}")
     for done, case in enumerate(cases):
-        with _Progress(f"{done + 1}/{len(cases)} {case}", lines=args.json):
+        with Progress(f"{done + 1}/{len(cases)} {case}", lines=args.json):
             try:
                 rows = [bench.measure(case, args.backend or "auto")]
             except torch.OutOfMemoryError:
@@ -229,44 +204,10 @@ def _tune(cases: list[Case], bench: Bench, quiet: bool) -> Iterator[Tuned]:
     from replayssm.bench.tune import tune
 
     for done, case in enumerate(cases):
-        with _Progress(f"{done + 1}/{len(cases)} {case}", lines=quiet) as tell:
+        with Progress(f"{done + 1}/{len(cases)} {case}", lines=quiet) as tell:
             tuned = tune(case, bench, tell=tell)
         if not quiet:
             print(tuned.line, flush=True)
         for config, why in tuned.refused:
             print(f"    refused: {config}: {why}", file=sys.stderr)
         yield tuned
-
-
-class _Progress:
-    """What is measured now, on stderr: one line that is wiped again in a terminal; elsewhere, with ``lines``, one a
-    case."""
-
-    def __init__(self, text: str, lines: bool) -> None:
-        self._text, self._wipe, self._lines = text, sys.stderr.isatty(), lines
-
-    def __enter__(self) -> Callable[[str], None]:
-        if self._wipe:
-            self._show("")
-        elif self._lines:
-            print(self._text, file=sys.stderr, flush=True)
-        return self._show
-
-    def __exit__(self, *error: object) -> None:
-        if self._wipe:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _show(self, more: str) -> None:
-        if self._wipe:
-            print(f"\r\x1b[K{self._text} {more}"[:110], end="", file=sys.stderr, flush=True)
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    """The command line that gives these options again."""
-    words = ["bench", "kernels"]
-    for name, value in vars(args).items():
-        if name in ("run", "json", "out", "plot") or value is None or value is False:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        words += [option] if value is True else [option, f"'{value}'" if " " in str(value) else str(value)]
-    return words
