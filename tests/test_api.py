@@ -21,7 +21,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 
 # A module imports earlier ones only. Everything a layer stands on comes before it; what people call comes last.
 ORDER = [
-    "recurrence", "gates", "ring", "layer", "reference", "checks", "traffic", "quantize", "backends", "ops", "conv",
+    "recurrence", "gates", "ring", "layer", "reference", "checks", "traffic", "quantize", "backends", "library", "ops", "conv",
     "pool", "tree", "testing", "planner", "speculative", "lookup", "prefix_cache", "hf", "tiny", "engine", "bench",
     "cli", "__main__",
 ]  # fmt: skip

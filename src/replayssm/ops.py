@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replayssm import checks
+from replayssm import checks, library
 from replayssm.backends import choose
 from replayssm.layer import LayerState
 from replayssm.ring import Ring, copy_slots, put_slots
@@ -49,16 +49,10 @@ def verify(
     :func:`commit`, once for all layers; so each verify of a slot is to be followed by a commit, of 0 to reject
     everything, before the slot's next verify. Raises ValueError or TypeError on a wrong shape, dtype, device or slot.
     """
-    checks.check_verify("verify", layer, q, k, v, w, g, slots, folded)
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    else:
-        checks.check_out("verify", out, v)
-    if v.numel():
-        choose(backend, layer).verify(layer, q, k, v, w, g, slots, out)
-    elif slots.numel():  # no token, but the commit that ends the step takes a due fold as done
-        head, count = layer.ring.at(slots)
-        choose(backend, layer).fold(layer, slots, count * layer.ring.due(count, head))
+    step = library.traced if torch.compiler.is_compiling() else library.run
+    step(layer, q, k, v, w, g, slots, out, folded, backend)
     return out
 
 
@@ -81,6 +75,8 @@ def decode(
         if x.dim() != dims:
             raise ValueError(f"decode: {name} must have {dims} dimensions; got {name}.shape={tuple(x.shape)}")
     q, k, v, w, g = (x.unsqueeze(1) for x in (q, k, v, w, g))
+    if torch.compiler.is_compiling():
+        return verify(layer, q, k, v, w, g, slots=slots, backend=backend)[:, 0]
     checks.check_verify("decode", layer, q, k, v, w, g, slots)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if v.numel():
@@ -91,7 +87,8 @@ def decode(
 def commit(ring: Ring, slots: Tensor, accepted: Tensor | int) -> None:
     """Ends a step for all layers at once: ``accepted`` of the step's draft rows (one int, or ``[B]``; 0..T, the bonus
     token included) become committed. To be called once, after every layer's :func:`verify`, with the same slots."""
-    checks.check_accepted(ring, slots, accepted)
+    if not torch.compiler.is_compiling():
+        checks.check_accepted(ring, slots, accepted)
     ring.commit(slots, accepted)
 
 

@@ -33,8 +33,8 @@ class Scratch:
 
     It grows at the first call of a size, the warm-up; what a captured graph may still point to is never released."""
 
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
+    def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
+        self.buffers = list(buffers)
 
     def take(self, numel: int, device: torch.device) -> Tensor:
         """At least ``numel`` float32 of undefined content."""
