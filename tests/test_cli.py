@@ -252,11 +252,14 @@ def start(*argv: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_interrupt_keeps_what_was_written(checkpoint: Path) -> None:
+@pytest.mark.parametrize("compiling", [False, True])
+def test_interrupt_keeps_what_was_written(checkpoint: Path, tmp_path: Path, monkeypatch: Any, compiling: bool) -> None:
+    if compiling:  # the CPU kernels, which follow the first token
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     process = start("generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "100000")
     assert process.stdout is not None
-    first = process.stdout.read(1)
-    time.sleep(0.2)
+    first = process.stdout.read(1 if compiling else 20)
+    time.sleep(3 if compiling else 0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -278,7 +281,9 @@ def test_a_closed_pipe_is_no_error(checkpoint: Path) -> None:
 # ------------------------------------------------------------------------------------------------ drafts
 
 
-@pytest.mark.parametrize("more", [["prompt-lookup"], ["{other}", "--draft-tokens", "3"]])
+@pytest.mark.parametrize(
+    "more", [["prompt-lookup"], ["{other}", "--draft-tokens", "3"], ["prompt-lookup", "--draft-tokens", "1000000"]]
+)
 def test_generate_with_drafts_writes_the_same(
     checkpoint: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,4 +323,5 @@ def test_a_draft_model_has_the_same_tokens(
 ) -> None:
     save_byte_model(tmp_path, vocab_size=300)
     assert continue_text(checkpoint, "--prompt", "ab", "--draft", str(tmp_path)) == 2
-    assert "300" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "300" in shown.err and shown.out == ""
