@@ -61,7 +61,10 @@ def add(commands: Any) -> None:
     some("new-tokens", "T, tokens a step of a layer (default: 1,2,4,8,16)", default=None)
     whole = number(int, 1)
     parser.add_argument("--accepted", type=whole, metavar="N", help="of them committed at most (default: all but one)")
-    some("backend", "default: auto; on a CPU layers also by torch, like the snapshots. Models: the first")
+    some(
+        "backend",
+        "default: auto; of several, models take the first (auto,torch: layers also in torch, as the snapshots)",
+    )
     some("drafter", "none, prompt-lookup, earlier-outputs (default: all)", default=None)
     some("draft-tokens", "drafts a forward: numbers, auto (default: 2,4,8,auto)", default=None)
     parser.add_argument(
@@ -109,8 +112,7 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(device, Clock(device, repeats=repeats))
     work: list[tuple[str, str, Iterator[Row], Callable[[Any], str]]] = []
     if "layers" in parts:
-        names = backends or (["auto"] if args.quick or device.type != "cpu" else ["auto", "torch"])
-        work.append((LAYER_HEAD, LAYER_NOTE, _layers(args, bench, names), _layer_line))
+        work.append((LAYER_HEAD, LAYER_NOTE, _layers(args, bench, backends or ["auto"]), _layer_line))
     if "models" in parts:
         work.append((MODEL_HEAD, MODEL_NOTE, _models(args, device, (backends or ["auto"])[0]), _model_line))
     threads = torch.get_num_threads()
