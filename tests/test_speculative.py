@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,8 @@ def test_no_drafts_at_all() -> None:
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"logits must be \[B=2, D \+ 1=2, vocabulary\]"):
         judge(Draft.of([[1], [2]]), torch.zeros(2, 3, V), Sampling())
+    with pytest.raises(ValueError, match=r"probs must be \[B, D, vocabulary\]"):
+        judge(Draft.of([[1], [2]])._replace(probs=torch.ones(2, 1, V + 1)), torch.zeros(2, 2, V), Sampling(1.0))
 
 
 def test_top_k_and_top_p() -> None:
@@ -157,10 +160,24 @@ def test_top_k_and_top_p() -> None:
     assert Sampling(1.0).probs(logits.bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1)])
-def test_sampling_out_of_range(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-320])
+def test_cold_sampling_is_greedy(temperature: float) -> None:
+    """Where dividing logits by it would give infinities, and these no probabilities."""
+    logits = torch.tensor([[0.1, 900.0, 2.0, float("-inf"), -3.0], [-5.0, -9.0, -5.5, -6.0, -7.0]])
+    assert torch.equal(Sampling(temperature).probs(logits), Sampling().probs(logits))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(temperature=-1.0), dict(temperature=float("nan")), dict(temperature="1"), dict(temperature=None),
+        dict(top_k=0), dict(top_k=2.5), dict(top_p=0.0), dict(top_p=1.1), dict(top_p=float("nan")), dict(top_p="all"),
+        dict(generator=3),
+    ],
+)  # fmt: skip
+def test_sampling_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Sampling(**wrong)  # type: ignore[arg-type]
+        Sampling(**wrong)
 
 
 def test_draft_length_follows_what_is_accepted() -> None:

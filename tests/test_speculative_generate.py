@@ -3,6 +3,7 @@ plain sampling; what it refuses."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from tiny_models import BACKEND, BUILDERS, build
 import replayssm
 from replayssm import Sampling
 from replayssm.hf.trees import SPARSE
-from replayssm.lookup import EarlierOutputs
+from replayssm.lookup import EarlierOutputs, PromptLookup
 from replayssm.speculative import Draft, Tree
 from replayssm.tiny import TINY, tiny_model
 
@@ -54,6 +55,19 @@ class Always:
 
     def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
         return Draft.of([self.tokens[:n] for n in most])
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+
+class Says:
+    """Proposes what it was given."""
+
+    def __init__(self, draft: Any) -> None:
+        self.draft = draft
+
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Any:
+        return self.draft
 
     def select(self, rows: Sequence[int]) -> None:
         pass
@@ -339,19 +353,173 @@ def test_errors() -> None:
     replayssm.attach(model, backend=BACKEND)
     cases: list[tuple[dict[str, Any], str]] = [
         (dict(draft="mcts"), "unknown draft 'mcts'; valid: prompt-lookup"),
-        (dict(draft_tokens=0), "draft_tokens must be 'auto' or at least 1; got 0"),
+        (dict(draft=PromptLookup), "unknown draft <class"),
+        (dict(draft=3), "unknown draft 3; valid"),
+        (dict(draft=llama().model), "LlamaModel is no causal language model"),
+        (
+            dict(draft=build("kimi_linear"), on_tokens=print),
+            "KimiLinearForCausalLM has recurrent layers and is not att",
+        ),
+        (dict(draft="mtp"), "MTPHead: known for qwen3_5_text"),
+        (dict(draft_tokens=0), "draft_tokens must be 'auto' or a whole number of at least 1; got 0"),
         (dict(draft_tokens="many"), "draft_tokens must be 'auto'"),
-        (dict(max_new_tokens=0), "max_new_tokens must be at least 1; got 0"),
+        (dict(draft_tokens=True), "draft_tokens must be 'auto' or a whole number of at least 1; got True"),
+        (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1; got 0"),
+        (dict(max_new_tokens=2.5), "max_new_tokens must be a whole number of at least 1; got 2.5"),
+        (dict(eos_token_id="</s>"), "eos_token_id must be a token or several; got '</s>'"),
+        (dict(eos_token_id=1.0), "eos_token_id must be a token or several; got 1.0"),
+        (dict(sampling={"temperature": 1}), r"sampling must be a replayssm.Sampling or None; got \{"),
+        (dict(on_tokens=3), "on_tokens must be a function or None; got 3"),
         (dict(draft=llama(99)), "vocabulary of 128; got 99"),
         (dict(attention_mask=torch.tensor([[1, 1, 0]])), "padding must be on the left"),
         (dict(attention_mask=torch.tensor([[1, 0, 1]])), "padding must be on the left"),
         (dict(attention_mask=torch.ones(1, 2)), r"attention_mask must be like input_ids, \(1, 3\); got \(1, 2\)"),
+        (dict(attention_mask=[[1, 1, 1]]), r"attention_mask must be like input_ids, \(1, 3\); got list"),
+        (dict(input_ids=ids[0]), r"input_ids must be \[B, T\]"),
+        (dict(input_ids=ids.tolist()), "input_ids must be an int64 tensor; got list"),
+        (dict(input_ids=ids.float()), "input_ids must be an int64 tensor; got torch.float32"),
+        (dict(input_ids=ids + 122), r"input_ids must be in \[0, 128\), the vocabulary; got 127 .. 129"),
+        (dict(model="gdn"), "model must be a transformers PreTrainedModel; got str"),
+        (dict(model=llama().model), "LlamaModel is no causal language model"),
     ]
     for kwargs, message in cases:
         with pytest.raises(ValueError, match=message):
-            replayssm.generate(model, ids, **kwargs)
-    with pytest.raises(ValueError, match=r"input_ids must be \[B, T\]"):
-        replayssm.generate(model, ids[0])
+            replayssm.generate(**dict[str, Any](model=model, input_ids=ids) | kwargs)
+    replayssm.detach(model)
+
+
+def wrong_drafts() -> list[tuple[Any, str]]:
+    """For two rows, and what is said of each."""
+    two, ones = torch.tensor([2, 2]), torch.ones(2, 2, dtype=torch.long)
+    return [
+        (None, "must propose a Draft or a Tree; got NoneType"),
+        ([[1], [1]], "must propose a Draft or a Tree; got list"),
+        (Draft.of([[1]]), r"for 2 rows .* got \(1, 1\) and \(1,\)"),
+        (Draft(ones, two + 1), r"lengths must be 0 .. D=2; got \[3, 3\]"),
+        (Draft(ones, -two), r"lengths must be 0 .. D=2; got \[-2, -2\]"),
+        (Draft(ones.float(), two), "must propose int64; got torch.float32"),
+        (Draft(ones * 128, two), r"must be in \[0, 128\), the vocabulary; got 128 .. 128"),
+        (Draft(ones, two, torch.ones(2, 2, 7)), r"probs must be \[B, D, vocabulary\], \(2, 2, 128\); got \(2, 2, 7\)"),
+        (Tree(ones, two), r"for 2 rows .* got \(2, 2\) and \(2,\)"),
+        (Tree(ones, torch.tensor([[-1, 1], [-1, 0]])), r"must be an earlier one or -1; got \[\[-1, 1\]"),
+        (Tree(-ones, torch.tensor([[-1, 0], [-1, 0]])), r"must be in \[0, 128\), the vocabulary; got -1 .. -1"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(wrong_drafts())))
+def test_what_a_drafter_must_not_propose(case: int) -> None:
+    """Some of it would not fail by itself: a length beyond the tokens changes what is sampled."""
+    draft, message = wrong_drafts()[case]
+    with pytest.raises(ValueError, match=message):
+        replayssm.generate(
+            llama(), torch.tensor([[5, 6], [7, 8]]), max_new_tokens=9, draft=Says(draft), sampling=Sampling(1.0)
+        )
+
+
+def test_what_is_no_draft_can_be_anything() -> None:
+    model, ids = llama(), torch.tensor([[5, 6], [7, 8]])
+    want = replayssm.generate(model, ids, max_new_tokens=9, draft=None).sequences
+    tokens = torch.tensor([[3, -100], [-100, 999]])
+    for draft in (Draft(tokens, torch.tensor([1, 0])), Tree(tokens, torch.tensor([[-1, -2], [-2, -9]]))):
+        assert torch.equal(replayssm.generate(model, ids, max_new_tokens=9, draft=Says(draft)).sequences, want)
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "prompt-tree", "earlier-outputs", "itself"])
+def test_a_row_that_ends_with_its_first_token(draft: str) -> None:
+    """Before anything was proposed. The ends are a tensor, or any whole number."""
+    model = build("mamba2", pad_token_id=None)
+    inputs = prompt(27, 5, 14)
+    end = int(model.generate(**inputs, **GREEDY)[1, 27])
+    want = model.generate(**inputs, **GREEDY, eos_token_id=end)
+    replayssm.attach(model, backend=BACKEND)
+    how = model if draft == "itself" else draft
+    for ends in (torch.tensor([end, 127]), torch.tensor(end).numpy(), [end])[2 * (draft != "prompt-lookup") :]:
+        out = replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=how, eos_token_id=ends)
+        assert out.new_tokens[1] == 1
+        assert torch.equal(out.sequences[:, : want.shape[1]], want)  # padded as there, by the first end
+    replayssm.detach(model)
+
+
+def test_positions_end_where_the_text_does() -> None:
+    """Rows that may draft less than others are filled up, but not beyond the last position that a model has."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=128, n_embd=32, n_layer=1, n_head=2, n_positions=27 + NEW, eos_token_id=None
+    )
+    limited, model, inputs = transformers.GPT2LMHeadModel(config).eval(), build("mamba2"), prompt(27, 5, 14)
+    wants = [m.generate(**inputs, **GREEDY, pad_token_id=0) for m in (limited, model)]
+    replayssm.attach(model, backend=BACKEND)
+    for m, want in zip((limited, model), wants, strict=True):
+        bad = Fixed([row[(row != 0).nonzero()[0] :].tolist() for row in want], "mixed")
+        for draft in (limited, bad):
+            out = replayssm.generate(m, **inputs, max_new_tokens=NEW, draft=draft, draft_tokens=6)
+            assert torch.equal(out.sequences, want)
+    replayssm.detach(model)
+
+
+def test_more_drafts_than_tokens_take_no_memory() -> None:
+    model, inputs = build("mamba2"), prompt(9)
+    want = model.generate(**inputs, **GREEDY)
+    replayssm.attach(model, backend=BACKEND)
+    out = replayssm.generate(model, **inputs, max_new_tokens=NEW, draft_tokens=10**9)
+    assert torch.equal(out.sequences, want)
+    replayssm.detach(model)
+
+
+def test_what_only_transformers_does_is_refused() -> None:
+    """Where the checkpoint asks for it, the text would not be that of model.generate."""
+    model, ids = llama(), torch.tensor([[5, 6, 7]])
+    for name, value in dict(repetition_penalty=1.5, suppress_tokens=[3], min_new_tokens=4).items():
+        model.generation_config = transformers.GenerationConfig(**{name: value})
+        with pytest.raises(ValueError, match=rf"asks for {name}=.*set it to None"):
+            replayssm.generate(model, ids)
+    model.generation_config = transformers.GenerationConfig(
+        repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0
+    )
+    assert replayssm.generate(model, ids, max_new_tokens=2).new_tokens == [2]
+
+
+def test_trees_need_positions() -> None:
+    """A model that takes none counts them itself, in a chain."""
+    config = transformers.BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=2)
+    told: list[Any] = []
+    with pytest.raises(ValueError, match="not supported for bloom: it takes no positions; draft chains"):
+        replayssm.generate(
+            transformers.BloomForCausalLM(config), torch.tensor([[5, 6, 7]]), draft="prompt-tree",
+            on_tokens=lambda row, tokens: told.append(tokens),
+        )  # fmt: skip
+    assert not told
+
+
+@pytest.mark.parametrize("where", ["propose", "on_tokens", "forward"])
+def test_an_interrupted_call_leaves_nothing(where: str) -> None:
+    """Neither on the model nor in transformers; the same drafter goes on with the next text."""
+    model, inputs, drafter, calls = build("qwen3_5"), prompt(9, 5), PromptLookup(branches=3), []
+    want = model.generate(**inputs, **GREEDY)
+    module: Any = sys.modules[type(model).__module__]
+    replayssm.attach(model, backend=BACKEND)
+    before = module.causal_conv1d_fn
+
+    def third(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    def propose(*args: Any) -> Any:
+        third()
+        return PromptLookup.propose(drafter, *args)
+
+    handle = model.model.layers[2].register_forward_hook(third) if where == "forward" else None
+    drafter.propose = propose if where == "propose" else drafter.propose
+    with pytest.raises(KeyboardInterrupt):
+        replayssm.generate(
+            model, **inputs, max_new_tokens=NEW, draft=drafter, on_tokens=third if where == "on_tokens" else None
+        )
+    if handle is not None:
+        handle.remove()
+    assert module.causal_conv1d_fn is before
+    assert torch.equal(replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=drafter).sequences, want)
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
     replayssm.detach(model)
 
 

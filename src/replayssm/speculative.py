@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,12 +30,14 @@ class Sampling:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"Sampling: temperature must not be negative; got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"Sampling: top_k must be at least 1; got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"Sampling: top_p must be above 0 and at most 1; got {self.top_p}")
+        if not isinstance(self.temperature, Real) or not self.temperature >= 0:
+            raise ValueError(f"Sampling: temperature must be a number that is not negative; got {self.temperature!r}")
+        if self.top_k is not None and (not isinstance(self.top_k, Integral) or self.top_k < 1):
+            raise ValueError(f"Sampling: top_k must be a whole number of at least 1; got {self.top_k!r}")
+        if self.top_p is not None and (not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1):
+            raise ValueError(f"Sampling: top_p must be a number above 0 and at most 1; got {self.top_p!r}")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise ValueError(f"Sampling: generator must be a torch.Generator; got {self.generator!r}")
 
     @property
     def greedy(self) -> bool:
@@ -46,7 +49,8 @@ class Sampling:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
+        # Whatever the temperature, the likeliest token stays at 0, where no division makes it infinite.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, torch.finfo(torch.float32).tiny)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], float("-inf"))
         p = logits.softmax(-1)
@@ -147,6 +151,10 @@ def judge(draft: Draft, logits: Tensor, sampling: Sampling) -> Verdict:
         accepted = _prefix((tokens == best[:, :D]) & drafted)
         return Verdict(accepted, best[row, accepted])
     p = sampling.probs(logits)
+    if draft.probs is not None and draft.probs.shape != (B, D, p.shape[2]):
+        raise ValueError(
+            f"judge: probs must be [B, D, vocabulary], {(B, D, p.shape[2])}; got {tuple(draft.probs.shape)}"
+        )
     tokens = tokens.clamp(min=0)
     q = None if draft.probs is None else draft.probs.to(p)
     chance = torch.rand(B, D, generator=sampling.generator, device=logits.device, dtype=p.dtype)
@@ -204,7 +212,8 @@ class Drafter(Protocol):
         ...
 
     def select(self, rows: Sequence[int]) -> None:
-        """The batch goes on with these of its rows only; the others have ended."""
+        """The batch that was proposed for goes on with these of its rows only; the others have ended. None: it is over;
+        that is also said before the first."""
         ...
 
 

@@ -19,9 +19,11 @@ class DraftModel:
     """Drafts by a causal language model of the same vocabulary, attached or with attention only, with its own cache.
 
     It remembers what it was fed: where that is not how the text went on, it takes its tokens back. most: drafts a step.
+    Raises ValueError for models that :class:`replayssm.hf.runner.Runner` refuses.
     """
 
     def __init__(self, model: PreTrainedModel, most: int = 8) -> None:
+        Runner(model, WINDOW)  # refuses a model that does not suit
         self.model, self.most = model, most
         self._runner: Runner | None = None
         self._known: list[int] = []  # tokens of each text that it was fed
@@ -42,7 +44,9 @@ class DraftModel:
         tokens, probs = [], []
         for step in range(steps):
             if step:
-                logits = self._runner.step(tokens[-1][:, None])[:, -1]
+                # From the last draft that is asked for on, -1, -2, ..: its position stays where it is.
+                real = [min(1, n - step) for n in most]
+                logits = self._runner.step(tokens[-1][:, None], real)[:, -1]
                 for guessed, token in zip(self._guessed, tokens[-1].tolist(), strict=True):
                     guessed.append(token)
             if not sampling.greedy:

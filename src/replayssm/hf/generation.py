@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from replayssm.hf.drafters import DraftModel
 from replayssm.hf.mtp import MTPHead
 from replayssm.hf.runner import Runner
+from replayssm.hf.trees import check_trees
 from replayssm.lookup import EarlierOutputs, PromptLookup
 from replayssm.speculative import Draft, Drafter, DraftLength, Sampling, Tree, judge, judge_tree
 
@@ -21,6 +23,14 @@ _Verified = tuple[list[list[int]], list[int], list[int], list[int]]
 
 MOST = 8
 """Drafts a step where their number is chosen automatically."""
+
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1,
+    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "watermarking_config": None, "stop_strings": None,
+}  # fmt: skip
+"""Settings of a generation configuration that change greedy text of ``model.generate``, and the values that do not."""
 
 
 @dataclass
@@ -56,7 +66,7 @@ def generate(
     draft: str | Drafter | PreTrainedModel | None = "prompt-lookup",
     draft_tokens: int | Literal["auto"] = "auto",
     sampling: Sampling | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Generation:
     """Continues a batch of prompts, verifying several drafted tokens of each row in one forward of ``model``.
@@ -69,20 +79,23 @@ def generate(
     draft: ``"prompt-lookup"``, ``"prompt-tree"`` (three alternatives), ``"earlier-outputs"``, ``"mtp"`` (the head in
     the checkpoint that the model was loaded from), a model of the same vocabulary, any
     :class:`replayssm.speculative.Drafter`, or None: plain decoding. draft_tokens: how many a step; ``"auto"`` follows
-    each row's acceptance, up to 8.
+    each row's acceptance, up to 8. Never more than are still wanted.
     sampling: greedy by default. eos_token_id: ends a row; None: the model's own, an empty sequence: none.
     on_tokens: called with a row's number and its new tokens, step by step.
-    Raises ValueError for arguments out of range, prompts padded elsewhere or empty, and drafts that do not suit the
-    model.
+    Raises ValueError for arguments out of range, prompts padded elsewhere or empty, drafts that do not suit the model,
+    and a model whose generation configuration asks ``model.generate`` for what is not done here: :data:`NEUTRAL`.
     """
-    run = _Run(model, input_ids, attention_mask, max_new_tokens, sampling or Sampling(), on_tokens)
+    sampling = Sampling() if sampling is None else sampling
+    _check(model, sampling, on_tokens)
+    max_new_tokens = _whole("max_new_tokens must be", max_new_tokens)
+    run = _Run(model, input_ids, attention_mask, max_new_tokens, sampling, on_tokens)
     run.ends = _ends(model, eos_token_id)
-    most = MOST if draft_tokens == "auto" else draft_tokens
-    if not isinstance(most, int) or most < 1:
-        raise ValueError(f"generate: draft_tokens must be 'auto' or at least 1; got {draft_tokens!r}")
+    auto = isinstance(draft_tokens, str) and draft_tokens == "auto"
+    most = MOST if auto else _whole("draft_tokens must be 'auto' or", draft_tokens)
+    most = min(most, max(max_new_tokens - 1, 1))  # the model gives one token itself
     drafter = _drafter(model, draft, most)
     most = 0 if drafter is None else most
-    run.lengths = [DraftLength(most, fixed=draft_tokens != "auto") for _ in run.texts]
+    run.lengths = [DraftLength(most, fixed=not auto) for _ in run.texts]
     if drafter is None:
         return run.all(_NoDrafts(), 1)
     drafter.select([])  # whatever an interrupted call has left there
@@ -102,13 +115,13 @@ class _Run:
     max_new_tokens: int
     sampling: Sampling
     on_tokens: Callable[[int, list[int]], None] | None
-    ends: frozenset[int] = frozenset()
+    ends: Sequence[int] = ()
     lengths: list[DraftLength] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"generate: max_new_tokens must be at least 1; got {self.max_new_tokens}")
-        self.texts = _prompts(self.input_ids, self.attention_mask)
+        embedding: Any = self.model.get_input_embeddings()
+        self.vocabulary: int = embedding.weight.shape[0]
+        self.texts = _prompts(self.input_ids, self.attention_mask, self.vocabulary)
         self.prompts = [len(text) for text in self.texts]
         self.live = list(range(len(self.texts)))
         self.result = Generation(self.input_ids, [])
@@ -128,7 +141,7 @@ class _Run:
         result, texts = self.result, [self.texts[i] for i in self.live]
         left = [self.max_new_tokens - (len(self.texts[i]) - self.prompts[i]) for i in self.live]
         most = [min(self.lengths[i].next(), n - 1) for i, n in zip(self.live, left, strict=True)]
-        draft = drafter.propose(texts, most, self.sampling)
+        draft = _checked(drafter.propose(texts, most, self.sampling), len(texts), self.vocabulary)
         last = torch.tensor([text[-1:] for text in texts], device=draft.tokens.device)
         if isinstance(draft, Tree):
             accepted, nexts, drafted, looked_at = self._verify_tree(runner, last, draft, most)
@@ -144,8 +157,10 @@ class _Run:
 
     def _verify(self, runner: Runner, last: Tensor, draft: Draft, most: list[int]) -> _Verified:
         draft = _cut(draft, most)
-        verdict = judge(draft, runner.step(torch.cat([last, draft.tokens], 1)), self.sampling)
-        accepted, lengths = verdict.accepted.tolist(), draft.lengths.tolist()
+        lengths = draft.lengths.tolist()
+        logits = runner.step(torch.cat([last, draft.tokens], 1), [n + 1 for n in lengths])
+        verdict = judge(draft, logits, self.sampling)
+        accepted = verdict.accepted.tolist()
         runner.take_back([draft.tokens.shape[1] - n for n in accepted])
         tokens = [row[:n] for row, n in zip(draft.tokens.tolist(), accepted, strict=True)]
         return tokens, verdict.token.tolist(), lengths, lengths
@@ -176,18 +191,48 @@ class _Run:
                 stay.append(at)
         if 0 < len(stay) < len(self.live):
             runner.select(stay)
-            drafter.select(stay)
+            if self.result.steps:  # it has seen no rows before
+                drafter.select(stay)
         self.live = [self.live[at] for at in stay]
 
     def _finish(self) -> Generation:
         new = [text[n:] for text, n in zip(self.texts, self.prompts, strict=True)]
         longest = max(map(len, new))
         pad = _config(self.model, "pad_token_id")
-        pad = 0 if pad is None else pad
+        if pad is None:  # as model.generate does
+            pad = next(iter(self.ends), 0)
         padded = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=self.input_ids.device)
         self.result.sequences = torch.cat([self.input_ids, padded], 1)
         self.result.new_tokens = [len(row) for row in new]
         return self.result
+
+
+def _check(model: Any, sampling: Any, on_tokens: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"generate: model must be a transformers PreTrainedModel; got {type(model).__name__}")
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"generate: sampling must be a replayssm.Sampling or None; got {sampling!r}")
+    if on_tokens is not None and not callable(on_tokens):
+        raise ValueError(f"generate: on_tokens must be a function or None; got {on_tokens!r}")
+    config: Any = getattr(model, "generation_config", None)
+    asked = {name: getattr(config, name, None) for name in NEUTRAL}
+    asked = {name: value for name, value in asked.items() if value is not None and value != NEUTRAL[name]}
+    if asked:
+        settings = ", ".join(f"{name}={value}" for name, value in asked.items())
+        raise ValueError(
+            f"generate: model.generation_config asks for {settings}, "
+            "which is done by model.generate only; set it to None to go without"
+        )
+
+
+def _whole(what: str, value: Any) -> int:
+    """``value`` as an int of at least 1; numpy's and one-element tensors are as good."""
+    number = None
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        number = operator.index(value)
+    if number is None or number < 1:
+        raise ValueError(f"generate: {what} a whole number of at least 1; got {value!r}")
+    return number
 
 
 class _NoDrafts:
@@ -198,6 +243,39 @@ class _NoDrafts:
 
     def select(self, rows: Sequence[int]) -> None:
         pass
+
+
+def _checked(draft: Any, B: int, vocabulary: int) -> Draft | Tree:
+    """What a drafter proposed for ``B`` rows, with token 0 for what is no draft. Raises ValueError for what it must not
+    be."""
+    if not isinstance(draft, Draft | Tree):
+        raise ValueError(f"generate: the drafter must propose a Draft or a Tree; got {type(draft).__name__}")
+    tokens, second = draft[:2]
+    form = second.shape == tokens.shape if isinstance(draft, Tree) else second.shape == (B,)
+    if tokens.dim() != 2 or tokens.shape[0] != B or not form:
+        raise ValueError(
+            f"generate: for {B} rows a drafter must propose tokens [B, D] with lengths [B], or parents [B, D]; got "
+            f"{tuple(tokens.shape)} and {tuple(second.shape)}"
+        )
+    if tokens.dtype != torch.long or second.dtype != torch.long:
+        raise ValueError(f"generate: a drafter must propose int64; got {tokens.dtype} and {second.dtype}")
+    number = torch.arange(tokens.shape[1])
+    second = second.cpu()
+    if isinstance(draft, Tree):
+        some = second >= -1
+        if bool((second >= number).any()):
+            raise ValueError(f"generate: the parent of a guess must be an earlier one or -1; got {second.tolist()}")
+    else:
+        some = number < second[:, None]
+        if bool(((second < 0) | (second > tokens.shape[1])).any()):
+            raise ValueError(f"generate: lengths must be 0 .. D={tokens.shape[1]}; got {second.tolist()}")
+    tokens = tokens.masked_fill(~some.to(tokens.device), 0)
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise ValueError(
+            f"generate: drafted tokens must be in [0, {vocabulary}), the vocabulary; got {int(tokens.min())} .. "
+            f"{int(tokens.max())}"
+        )
+    return draft._replace(tokens=tokens)
 
 
 def _cut(draft: Draft, most: Sequence[int]) -> Draft:
@@ -225,35 +303,49 @@ def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
     if draft == "mtp":
         return MTPHead.load(model)
     if draft == "prompt-tree":
-        return PromptLookup(branches=3)
+        draft = PromptLookup(branches=3)
     if draft == "earlier-outputs":
         return EarlierOutputs()
-    if isinstance(draft, str):
+    known = draft is None or all(callable(getattr(draft, name, None)) for name in ("propose", "select"))
+    if not known or isinstance(draft, type):
         valid = "prompt-lookup, prompt-tree, earlier-outputs, mtp, a model, a Drafter"
         raise ValueError(f"generate: unknown draft {draft!r}; valid: {valid}")
+    if isinstance(draft, PromptLookup) and draft.branches > 1:
+        check_trees(model)
     return draft
 
 
-def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+def _prompts(input_ids: Any, attention_mask: Any, vocabulary: int) -> list[list[int]]:
     """The rows' tokens without their padding."""
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.long, torch.int):
+        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"generate: input_ids must be an int64 tensor; got {got}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"generate: input_ids must be [B, T], with at least one token; got {tuple(input_ids.shape)}")
     if attention_mask is None:
-        return input_ids.tolist()
-    if attention_mask.shape != input_ids.shape:
+        attention_mask = torch.ones_like(input_ids)
+    if getattr(attention_mask, "shape", None) != input_ids.shape:
+        shape = getattr(attention_mask, "shape", None)
         raise ValueError(
             f"generate: attention_mask must be like input_ids, {tuple(input_ids.shape)}; got "
-            f"{tuple(attention_mask.shape)}"
+            f"{type(attention_mask).__name__ if shape is None else tuple(shape)}"
         )
-    real = attention_mask.bool()
+    real = torch.as_tensor(attention_mask, device=input_ids.device).bool()
     if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
         raise ValueError("generate: padding must be on the left of every prompt, as its last tokens are continued")
+    if bool((((input_ids < 0) | (input_ids >= vocabulary)) & real).any()):
+        least, most = int(input_ids[real].min()), int(input_ids[real].max())
+        raise ValueError(f"generate: input_ids must be in [0, {vocabulary}), the vocabulary; got {least} .. {most}")
     return [row[mask].tolist() for row, mask in zip(input_ids, real, strict=True)]
 
 
-def _ends(model: PreTrainedModel, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+def _ends(model: PreTrainedModel, eos_token_id: Any) -> list[int]:
     ends = _config(model, "eos_token_id") if eos_token_id is None else eos_token_id
-    return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+    ends = () if ends is None else ends.tolist() if hasattr(ends, "tolist") else ends  # torch's and numpy's
+    try:
+        return [operator.index(end) for end in (ends if isinstance(ends, Iterable) else [ends])]
+    except TypeError:
+        raise ValueError(f"generate: eos_token_id must be a token or several; got {eos_token_id!r}") from None
 
 
 def _config(model: PreTrainedModel, name: str) -> Any:

@@ -23,10 +23,14 @@ class Runner:
     window: the most tokens of a :meth:`step`. back: how many tokens can be taken back beyond those of the last step.
     pads: columns of padding before each row's first token, int64 ``[B]``, and columns: of the cache; both on the host.
     hidden: set to an empty list, it gathers the decoder's outputs ``[.., hidden]`` of each row's tokens that stay.
-    Raises ValueError for a model with recurrent layers that is not attached, or one without a cache.
+    Raises ValueError for a model with recurrent layers that is not attached, or one that is no causal language model.
     """
 
     def __init__(self, model: PreTrainedModel, window: int, back: int = 0) -> None:
+        if not model.can_generate() or model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(model).__name__} is no causal language model: expected one with a decoder only and logits"
+            )
         self.model, self.window = model, window
         self._parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in self._parameters), "")
@@ -62,9 +66,10 @@ class Runner:
             self.cache.activate_past_recording()
         return logits
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Feeds ``tokens [B, T <= window]``; returns the logits ``[B, T, vocabulary]`` after each."""
-        return self._forward(tokens.to(self.device), *self._chain(tokens))
+    def step(self, tokens: Tensor, real: Sequence[int] | None = None) -> Tensor:
+        """Feeds ``tokens [B, T <= window]``; returns the logits ``[B, T, vocabulary]`` after each. real: how many of
+        them are any in each row; what fills it up behind these gets no later position, which a model may not have."""
+        return self._forward(tokens.to(self.device), *self._chain(tokens, real))
 
     def step_tree(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """:meth:`step` of trees: ``parents`` int64 ``[B, T]`` on the CPU, as in :func:`replayssm.tree.verify_tree`.
@@ -111,7 +116,8 @@ class Runner:
             parts = [text[start : start + self.window] for text in texts]
             T = max(map(len, parts))
             # What fills a row up is taken back at once.
-            logits = self.step(torch.tensor([[*part, *[0] * (T - len(part))] for part in parts]))
+            filled = torch.tensor([[*part, *[0] * (T - len(part))] for part in parts])
+            logits = self.step(filled, [len(part) for part in parts])
             self.take_back([T - len(part) for part in parts])
             for row, part in enumerate(parts):
                 if part:
@@ -143,10 +149,13 @@ class Runner:
         if isinstance(self.cache, RaggedCache):
             self.cache.recurrent.tokens = columns
 
-    def _chain(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _chain(self, tokens: Tensor, real: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Mask and positions of tokens that follow one another."""
         at = torch.arange(self.columns + tokens.shape[1]) - self.pads[:, None]
-        return (at >= 0).long().to(self.device), at[:, self.columns :].clamp(min=0).to(self.device)
+        positions = at[:, self.columns :]
+        if real is not None:
+            positions = torch.minimum(positions, positions[:, :1] + torch.tensor(real)[:, None] - 1)
+        return (at >= 0).long().to(self.device), positions.clamp(min=0).to(self.device)
 
     def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         kwargs |= {"attention_mask": mask, "position_ids": positions, self._cache_name: self.cache}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ SPARSE = ("glm5_next_text", "qwen4_exp_text", "lara_mini")
 def check_trees(model: PreTrainedModel) -> None:
     """Raises ValueError where a tree cannot be verified in one forward of ``model``."""
     config = model.config.get_text_config(decoder=True)
+    attached = getattr(model, "_replayssm", None) is not None
+    if getattr(config, "alibi", False) or not (
+        attached or "position_ids" in inspect.signature(type(model).forward).parameters
+    ):
+        raise ValueError(
+            f"replayssm: draft trees are not supported for {config.model_type}: it takes no positions; draft chains"
+        )
     if config.model_type in SPARSE or getattr(config, "sliding_window", None):
         raise ValueError(
             f"replayssm: draft trees are not supported for {config.model_type}: its attention goes by columns, and a "
