@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -57,8 +58,14 @@ class MTPHead(nn.Module):
         """The head in the directory ``path``, by default the one that the model was loaded from. Raises ValueError
         where there is none, or one of other weights than are known."""
         head = MTPHead(model)
-        directory = Path(path or model.config._name_or_path or ".")
-        found = _read(directory)
+        place = path or model.config._name_or_path
+        if not place:
+            raise ValueError("MTPHead: the model was not loaded from a directory; MTPHead.load(model, path) names one")
+        directory = Path(place)
+        try:
+            found = _read(directory)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ValueError(f"MTPHead: the weights in {directory} cannot be read: {error}") from None
         if not found:
             raise ValueError(f"MTPHead: no weights mtp.* in {directory}")
         expected = head.state_dict()
@@ -155,8 +162,6 @@ class MTPHead(nn.Module):
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Weights ``mtp.*`` of a checkpoint directory, without that prefix."""
-    from safetensors import safe_open
-
     index = path / "model.safetensors.index.json"
     if index.is_file():
         names = json.loads(index.read_text("utf-8"))["weight_map"]
