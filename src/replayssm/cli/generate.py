@@ -12,6 +12,9 @@ from typing import Any
 
 from replayssm.cli.args import UsageError, add_replay_options, check_backend, check_prompt, number
 
+COLDEST = 1e-6
+"""The lowest temperature that logits are divided by, so that they stay finite."""
+
 
 def add(commands: Any) -> None:
     """Declares the command."""
@@ -47,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     if args.temperature == 0 and (args.top_k is not None or args.top_p is not None):
         raise UsageError("--top-k and --top-p choose among samples; they need --temperature above 0")
+    if 0 < args.temperature < COLDEST:
+        raise UsageError(f"--temperature must be 0, or at least {COLDEST:g}; got {args.temperature:g}")
+    if args.top_p == 0:
+        raise UsageError("--top-p must be above 0; the likeliest token alone is --top-k 1")
     if args.draft is None and args.draft_tokens != "auto":
         raise UsageError("--draft-tokens is the number of drafts; it needs --draft")
     if args.draft is not None and args.no_replay:
@@ -89,7 +96,8 @@ def _generate(checkpoint: Any, ids: list[int], device: Any, args: argparse.Names
         else:
             drafted = _speculate(model, prompt, draft, args, stream, how)
     finally:
-        print(flush=True)
+        if stream.tokens:
+            print(flush=True)
         _report(stream, begin, drafted)
     if args.explain:
         from replayssm.hf import explain
@@ -126,7 +134,7 @@ def _drafter(name: str, model: Any, device: Any, args: argparse.Namespace) -> An
             return MTPHead.load(model, args.model)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    if not Path(name).is_dir():
+    if not name or not Path(name).is_dir():
         raise UsageError(f"--draft must be prompt-lookup, mtp or a checkpoint directory; got {name!r}")
     from replayssm.cli.checkpoint import load
 
