@@ -168,6 +168,11 @@ def test_what_is_no_head(tmp_path: Path) -> None:
         MTPHead.load(model, tmp_path)
     with pytest.raises(ValueError, match="known for qwen3_5_text, qwen3_5_moe_text; got 'kimi_linear'"):
         MTPHead.load(build("kimi_linear"), tmp_path)
+    with pytest.raises(ValueError, match="was not loaded from a directory"):
+        MTPHead.load(model)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"the weights in .* cannot be read: "):
+        MTPHead.load(model, tmp_path)
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
