@@ -26,7 +26,7 @@ LAYERS = ["bench", "speculative", "--device", "cpu", "--quick", "--part", "layer
 MODELS = ["bench", "speculative", "--device", "cpu", "--quick", "--part", "models", "--recurrence", "gdn"]
 LAYER_KEYS = {
     "part", "recurrence", "shape", "dtype", "inputs", "batch", "T", "accepted", "R", "backend", "us", "plain_us",
-    "snapshot_us", "least_us", "read_gbps", "bytes", "plain_bytes", "snapshot_bytes",
+    "snapshot_us", "traffic_us", "read_gbps", "bytes", "plain_bytes", "snapshot_bytes",
 }  # fmt: skip
 MODEL_KEYS = {
     "part", "model", "drafter", "draft_tokens", "temperature", "tokens", "tokens_per_s", "speedup", "forwards",
@@ -92,7 +92,7 @@ def test_figures_of_a_layer(quick: None) -> None:
     assert (torch_row.backend, torch_row.T) == ("torch", 4) and auto.backend != "torch"
     assert torch_row.us == pytest.approx(2000 / steps) and torch_row.plain_us == pytest.approx(4 * 2000)
     assert torch_row.snapshot_us == auto.snapshot_us == pytest.approx(2000)
-    assert torch_row.least_us == pytest.approx(5 * 8 * state / 3e9 * 1e6)
+    assert torch_row.traffic_us == pytest.approx(5 * 8 * state / 3e9 * 1e6)
     assert (torch_row.plain_bytes, torch_row.snapshot_bytes) == (state, 4 * state)
     row = 4 * (2 * 32 + 4 * 16 + 4 + 4 * 32)  # k, d, w, and g of every key channel
     assert torch_row.bytes == state + 23 * row + 8

@@ -46,7 +46,7 @@ def _layer(axes: Any, rows: list[LayerRow]) -> None:
     T = [row.T for row in first]
     axes.plot(T, [row.plain_us for row in first], "-.", color="grey", label="T plain steps")
     axes.plot(T, [row.snapshot_us for row in first], "s--", color="tab:red", label="snapshots, torch")
-    axes.plot(T, [row.least_us for row in first], ":", color="tab:red", label="snapshots, least")
+    axes.plot(T, [row.traffic_us for row in first], ":", color="tab:red", label="snapshots, traffic alone")
     axes.set(xlabel="T, new tokens a step", ylabel="us a step", xscale="log", yscale="log")
     axes.set_xticks(T, [str(each) for each in T])
     axes.minorticks_off()

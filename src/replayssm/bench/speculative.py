@@ -21,8 +21,8 @@ class LayerRow:
     """One layer, batch and number of new tokens ``T`` a step, of which ``accepted`` are committed.
 
     us: a step on the ring, mean over a whole fold cycle. plain_us: T steps of the plain recurrence, which can take
-    nothing back. snapshot_us: a step that keeps a state after each token, in torch; least_us: the bytes that it must
-    move (a state read, T written) over what the device reads a second, so less than any such kernel takes. bytes,
+    nothing back. snapshot_us: a step that keeps a state after each token, in torch; traffic_us: the bytes that it must
+    move (a state read, T written) over what the device reads a second. bytes,
     plain_bytes, snapshot_bytes: of recurrent memory that a sequence takes, convolution windows not counted.
     """
 
@@ -38,7 +38,7 @@ class LayerRow:
     us: float
     plain_us: float
     snapshot_us: float
-    least_us: float
+    traffic_us: float
     read_gbps: float
     bytes: int
     plain_bytes: int
@@ -67,7 +67,7 @@ def measure(case: Case, bench: Bench, backends: Sequence[str] = ("auto",)) -> li
         LayerRow(
             recurrence=row.recurrence, shape=row.shape, dtype=row.dtype, inputs=row.inputs, batch=row.batch, T=row.T,
             accepted=row.accepted, R=row.R, backend=row.backend, us=row.us, plain_us=case.T * row.plain_us,
-            snapshot_us=beside.seconds * 1e6, least_us=(1 + case.T) * state / beside.read * 1e6,
+            snapshot_us=beside.seconds * 1e6, traffic_us=(1 + case.T) * state / beside.read * 1e6,
             read_gbps=beside.read / 1e9, bytes=sequence_bytes(case), plain_bytes=state // case.batch,
             snapshot_bytes=case.T * state // case.batch,
         )

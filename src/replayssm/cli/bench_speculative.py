@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 PARTS = ("layers", "models")
 LAYER_HEAD = (
     f"{'shape':14} {'dtype':8} {'B':>4} {'T':>2} {'backend':10} {'us':>9} {'T plain':>9} {'snapshots':>9} "
-    f"{'least':>9} {'KiB':>7} {'plain':>7} {'snapshots':>9}"
+    f"{'traffic':>9} {'KiB':>7} {'plain':>7} {'snapshots':>9}"
 )
 LAYER_NOTE = (
     "us: a step of T new tokens, mean of whole fold cycles. T plain: as many steps of the plain recurrence, without\n"
-    "rollback. snapshots: a state kept after each token, in torch; least: the time to read one state and write T.\n"
+    "rollback. snapshots: a state kept after each token, in torch; traffic: time of one state read, T written.\n"
     "KiB: recurrent memory of a sequence: on the ring, of the plain recurrence, with snapshots."
 )
 MODEL_HEAD = (
@@ -208,7 +208,7 @@ def _measure_layers(layers: list[list[Case]], bench: Bench, backends: list[str],
 def _layer_line(row: LayerRow) -> str:
     return (
         f"{row.shape:14} {row.dtype:8} {row.batch:>4} {row.T:>2} {row.backend:10} {row.us:9.1f} {row.plain_us:9.1f} "
-        f"{row.snapshot_us:9.1f} {row.least_us:9.1f} {row.bytes / 1024:7.0f} {row.plain_bytes / 1024:7.0f} "
+        f"{row.snapshot_us:9.1f} {row.traffic_us:9.1f} {row.bytes / 1024:7.0f} {row.plain_bytes / 1024:7.0f} "
         f"{row.snapshot_bytes / 1024:9.0f}"
     )
 
