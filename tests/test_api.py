@@ -23,7 +23,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 ORDER = [
     "recurrence", "gates", "ring", "layer", "reference", "checks", "traffic", "quantize", "backends", "library", "ops",
     "conv", "pool", "tree", "testing", "planner", "speculative", "lookup", "prefix_cache", "hf", "tiny", "engine",
-    "bench", "bench", "cli", "__main__",
+    "bench", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = ("transformers", "numba", "triton", "rich", "fastapi", "safetensors", "hypothesis", "pytest")
 Function = ast.FunctionDef | ast.AsyncFunctionDef

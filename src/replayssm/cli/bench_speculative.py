@@ -247,7 +247,7 @@ def _measure_models(
         ids = [torch.tensor([checkpoint.encode(prompt)], device=device) for prompt in prompts]
         with Progress(f"{done + 1}/{len(names)} {name}", lines=args.json) as tell:
             drafting = Drafting(
-                name, checkpoint.model, ids, args.tokens or (20 if args.quick else 128), args.temperature or 0.0,
+                name, checkpoint.model, ids, args.tokens or (16 if args.quick else 128), args.temperature or 0.0,
                 1 if args.quick else 3, backend, tell,
             )  # fmt: skip
             try:
