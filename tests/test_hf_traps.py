@@ -247,3 +247,11 @@ def test_any_order_of_calls(model: Any, seed: int) -> None:
         elif action == "":
             want = model(torch.stack(rows), use_cache=False).logits[:, -1]
             torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_window_smaller_than_the_drafts_grows() -> None:
+    """``window`` is what can always be taken back; generate's drafts may ask for more."""
+    model = replayssm.attach(build("mamba2"), window=3, backend=BACKEND)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])
+    plain = model.generate(ids, max_new_tokens=24, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=10), plain)

@@ -258,7 +258,7 @@ class RecurrentState:
     @property
     def _wanted(self) -> int:
         """How many of the last tokens are to be kept from now on."""
-        return self.options.window or (self.draft_window if self.recording else 0)
+        return max(self.options.window or 0, self.draft_window if self.recording else 0)
 
     def _ensure(self, B: int, device: torch.device) -> StatePool:
         """The pool, built for ``B`` rows at the first call, and with a window that suits recording."""
