@@ -255,3 +255,4 @@ def test_a_window_smaller_than_the_drafts_grows() -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]])
     plain = model.generate(ids, max_new_tokens=24, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=10), plain)
+    replayssm.detach(model)
