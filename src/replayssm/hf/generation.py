@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from replayssm.hf.arguments import check_options, config_token, ends, prompts, whole
 from replayssm.hf.drafters import DraftModel
 from replayssm.hf.mtp import MTPHead
 from replayssm.hf.runner import Runner
@@ -23,14 +23,6 @@ _Verified = tuple[list[list[int]], list[int], list[int], list[int]]
 
 MOST = 8
 """Drafts a step where their number is chosen automatically."""
-
-NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1,
-    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None,
-    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None, "watermarking_config": None, "stop_strings": None,
-}  # fmt: skip
-"""Settings of a generation configuration that change greedy text of ``model.generate``, and the values that do not."""
 
 
 @dataclass
@@ -83,15 +75,16 @@ def generate(
     sampling: greedy by default. eos_token_id: ends a row; None: the model's own, an empty sequence: none.
     on_tokens: called with a row's number and its new tokens, step by step.
     Raises ValueError for arguments out of range, prompts padded elsewhere or empty, drafts that do not suit the model,
-    and a model whose generation configuration asks ``model.generate`` for what is not done here: :data:`NEUTRAL`.
+    and a model whose generation configuration asks ``model.generate`` for what is not done here, see
+    :data:`replayssm.hf.arguments.NEUTRAL`.
     """
     sampling = Sampling() if sampling is None else sampling
-    _check(model, sampling, on_tokens)
-    max_new_tokens = _whole("max_new_tokens must be", max_new_tokens)
+    check_options(model, sampling, on_tokens)
+    max_new_tokens = whole("max_new_tokens must be", max_new_tokens)
     run = _Run(model, input_ids, attention_mask, max_new_tokens, sampling, on_tokens)
-    run.ends = _ends(model, eos_token_id)
+    run.ends = ends(model, eos_token_id)
     auto = isinstance(draft_tokens, str) and draft_tokens == "auto"
-    most = MOST if auto else _whole("draft_tokens must be 'auto' or", draft_tokens)
+    most = MOST if auto else whole("draft_tokens must be 'auto' or", draft_tokens)
     most = min(most, max(max_new_tokens - 1, 1))  # the model gives one token itself
     drafter = _drafter(model, draft, most)
     most = 0 if drafter is None else most
@@ -121,7 +114,7 @@ class _Run:
     def __post_init__(self) -> None:
         embedding: Any = self.model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
-        self.texts = _prompts(self.input_ids, self.attention_mask, self.vocabulary)
+        self.texts = prompts(self.input_ids, self.attention_mask, self.vocabulary)
         self.prompts = [len(text) for text in self.texts]
         self.live = list(range(len(self.texts)))
         self.result = Generation(self.input_ids, [])
@@ -198,41 +191,13 @@ class _Run:
     def _finish(self) -> Generation:
         new = [text[n:] for text, n in zip(self.texts, self.prompts, strict=True)]
         longest = max(map(len, new))
-        pad = _config(self.model, "pad_token_id")
+        pad = config_token(self.model, "pad_token_id")
         if pad is None:  # as model.generate does
             pad = next(iter(self.ends), 0)
         padded = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=self.input_ids.device)
         self.result.sequences = torch.cat([self.input_ids, padded], 1)
         self.result.new_tokens = [len(row) for row in new]
         return self.result
-
-
-def _check(model: Any, sampling: Any, on_tokens: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"generate: model must be a transformers PreTrainedModel; got {type(model).__name__}")
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"generate: sampling must be a replayssm.Sampling or None; got {sampling!r}")
-    if on_tokens is not None and not callable(on_tokens):
-        raise ValueError(f"generate: on_tokens must be a function or None; got {on_tokens!r}")
-    config: Any = getattr(model, "generation_config", None)
-    asked = {name: getattr(config, name, None) for name in NEUTRAL}
-    asked = {name: value for name, value in asked.items() if value is not None and value != NEUTRAL[name]}
-    if asked:
-        settings = ", ".join(f"{name}={value}" for name, value in asked.items())
-        raise ValueError(
-            f"generate: model.generation_config asks for {settings}, "
-            "which is done by model.generate only; set it to None to go without"
-        )
-
-
-def _whole(what: str, value: Any) -> int:
-    """``value`` as an int of at least 1; numpy's and one-element tensors are as good."""
-    number = None
-    if not isinstance(value, bool) and hasattr(value, "__index__"):
-        number = operator.index(value)
-    if number is None or number < 1:
-        raise ValueError(f"generate: {what} a whole number of at least 1; got {value!r}")
-    return number
 
 
 class _NoDrafts:
@@ -313,42 +278,3 @@ def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
     if isinstance(draft, PromptLookup) and draft.branches > 1:
         check_trees(model)
     return draft
-
-
-def _prompts(input_ids: Any, attention_mask: Any, vocabulary: int) -> list[list[int]]:
-    """The rows' tokens without their padding."""
-    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.long, torch.int):
-        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise ValueError(f"generate: input_ids must be an int64 tensor; got {got}")
-    if input_ids.dim() != 2 or 0 in input_ids.shape:
-        raise ValueError(f"generate: input_ids must be [B, T], with at least one token; got {tuple(input_ids.shape)}")
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    if getattr(attention_mask, "shape", None) != input_ids.shape:
-        shape = getattr(attention_mask, "shape", None)
-        raise ValueError(
-            f"generate: attention_mask must be like input_ids, {tuple(input_ids.shape)}; got "
-            f"{type(attention_mask).__name__ if shape is None else tuple(shape)}"
-        )
-    real = torch.as_tensor(attention_mask, device=input_ids.device).bool()
-    if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise ValueError("generate: padding must be on the left of every prompt, as its last tokens are continued")
-    if bool((((input_ids < 0) | (input_ids >= vocabulary)) & real).any()):
-        least, most = int(input_ids[real].min()), int(input_ids[real].max())
-        raise ValueError(f"generate: input_ids must be in [0, {vocabulary}), the vocabulary; got {least} .. {most}")
-    return [row[mask].tolist() for row, mask in zip(input_ids, real, strict=True)]
-
-
-def _ends(model: PreTrainedModel, eos_token_id: Any) -> list[int]:
-    ends = _config(model, "eos_token_id") if eos_token_id is None else eos_token_id
-    ends = () if ends is None else ends.tolist() if hasattr(ends, "tolist") else ends  # torch's and numpy's
-    try:
-        return [operator.index(end) for end in (ends if isinstance(ends, Iterable) else [ends])]
-    except TypeError:
-        raise ValueError(f"generate: eos_token_id must be a token or several; got {eos_token_id!r}") from None
-
-
-def _config(model: PreTrainedModel, name: str) -> Any:
-    """A token of the model's generation configuration, or else of its text configuration."""
-    value = getattr(getattr(model, "generation_config", None), name, None)
-    return value if value is not None else getattr(model.config.get_text_config(decoder=True), name, None)
