@@ -57,9 +57,8 @@ def absorb(
         b_S_decay = b_decay
         if CHANNEL:
             b_g = tl.load(p_rg + i_row[:, None] * K + o_k[None, :], mask=m_row, other=0.0)
-            b_later = tl.where(o_r[None, :] > o_r[:, None], 1.0, 0.0).to(
-                DTYPE
-            )  # as a product: a scan goes lane by lane
+            # As a product, for a scan goes lane by lane.
+            b_later = tl.where(o_r[None, :] > o_r[:, None], 1.0, 0.0).to(DTYPE)
             b_after = _dot((b_later,), _parts(b_g, PARTS, DTYPE), tl.zeros([BR, BP], tl.float32), PARTS)
             b_k = b_k.to(tl.float32) * tl.exp(tl.minimum(b_after, 0.0))
             b_S_decay = tl.exp(tl.sum(b_g, 0))[None, :]
@@ -89,5 +88,5 @@ def fold_kernel(
         return
     p_k, p_g = ring_k + i_slot * s_kn + (i_h // (HV // H)) * s_kh, ring_g + i_slot * s_gn + i_h * s_gh
     p_S, p_d = ckpt + i_slot * s_cn + i_h * s_ch, ring_d + i_slot * s_dn + i_h * s_dh
-    p_w, i_head = ring_w + i_slot * s_wn + i_h * s_wh, tl.load(head + i_slot)
+    p_w, i_head = ring_w + i_slot * s_wn + i_h * s_wh, tl.load(head + i_slot) % R
     absorb(p_S, p_k, p_d, p_w, p_g, i_head, n, i_v, K, V, R, CHANNEL, UPCAST, BK, BV, BF, BR)

@@ -120,7 +120,8 @@ def read_kernel(
         for t in tl.static_range(T):
             tl.store(p_o + t * s_ot, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
         return
-    n, i_head = tl.load(count + i_slot), tl.load(head + i_slot)
+    n, i_phased = tl.load(count + i_slot), tl.load(head + i_slot)
+    i_head = i_phased % R
     p_S = ckpt + i_slot * s_cn + i_h * s_ch
     if DOT:
         b_S = tl.load(p_S + o_v[:, None] * K + o_k, mask=m_v[:, None] & m_k, other=0.0)
@@ -141,7 +142,7 @@ def read_kernel(
             b_o += ds[j] * (nears[t * T + j] if EARLY else tl.load(p_near + t * T + j))
         tl.store(p_o + t * s_ot, b_o.to(p_o.dtype.element_ty), mask=m_v)
         tl.store(p_rd + ((i_head + n + t) % R) * V + o_v, b_d.to(p_rd.dtype.element_ty), mask=m_v)
-    if n > LIMIT - i_head // R:
+    if n > LIMIT - i_phased // R:
         p_rk, p_rg = ring_k + i_slot * s_rkn + (i_h // (HV // H)) * s_rkh, ring_g + i_slot * s_rgn + i_h * s_rgh
         p_rw = ring_w + i_slot * s_rwn + i_h * s_rwh
         absorb(p_S, p_rk, p_rd, p_rw, p_rg, i_head, n, i_v, K, V, R, CHANNEL, UPCAST, BK, BV, BF, BR)

@@ -32,7 +32,7 @@ def plain_kernel(
     m_S = m_v[:, None, None] & m_k[None, :, :]
     p_S = ckpt + i_slot * s_cn + i_h * s_ch + o_v[:, None, None] * K + o_k[None, :, :]
     b_S = tl.load(p_S, mask=m_S, other=0.0).to(tl.float32)
-    n, i_head = tl.load(count + i_slot), tl.load(head + i_slot)
+    n, i_head = tl.load(count + i_slot), tl.load(head + i_slot) % R
     i_new = (i_head + n) % R
     p_rk, p_rd = ring_k + i_slot * s_rkn + i_g * s_rkh + o_k, ring_d + i_slot * s_rdn + i_h * s_rdh + o_v
     p_rw, p_rg = ring_w + i_slot * s_rwn + i_h * s_rwh, ring_g + i_slot * s_rgn + i_h * s_rgh

@@ -19,9 +19,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
 
-    work [B, HV, WIDTH] float32: see kernel.py. work_x [B, HV, X, K] float32, CHANNEL only: queries, then keys,
-    decayed down to the checkpoint (so scale is 1). BN: of near, where it is gathered to
-    be stored at once, or 0. AHEAD: ring rows loaded at once, CHANNEL only."""
+    work [B, HV, WIDTH] float32: see kernel.py. work_x [B, HV, X, K] float32, CHANNEL only: queries, then keys, decayed
+    down to the checkpoint (so scale is 1). BN: numbers of near, where they are gathered to be stored at once, or 0.
+    AHEAD: ring rows loaded at once, CHANNEL only."""
     GROUP: tl.constexpr = 1 if CHANNEL else HV // H
     X: tl.constexpr = 2 * T if ERASE else T
     pid = tl.program_id(0)
@@ -30,7 +30,7 @@ def prepare_kernel(
     i_slot = tl.load(slots + i_b).to(tl.int64)
     if i_slot < 0:
         return
-    n, i_head = tl.load(count + i_slot), tl.load(head + i_slot)
+    n, i_head = tl.load(count + i_slot), tl.load(head + i_slot) % R
     o_k, o_h, o_r = tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :], tl.arange(0, BG), tl.arange(0, BR)
     m_k, m_h = o_k < K, o_h < GROUP
     p_q, p_k = q + i_b * s_qb + i_g * s_qh, k + i_b * s_kb + i_g * s_kh
@@ -129,7 +129,7 @@ def _by_channel(
     T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     BX: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """All vectors in one block [BX, NC, BC], for each has decays of its own."""
+    """All vectors in one block [BX, NC, BC], as they decay by channel."""
     o_x = tl.arange(0, BX)
     o_t, m_x = o_x % T, (o_x < X)[:, None, None] & m_k[None, :, :]
     p_in = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)[:, None, None] + o_k[None, :, :]
