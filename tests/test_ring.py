@@ -64,7 +64,7 @@ class Cursors(RuleBasedStateMachine):
         draft = [next(self.ids) for _ in range(T)]
         for t, token in enumerate(draft):
             self.rows[slot][(head + count + t) % self.R] = token
-        if bool(self.ring.due(torch.tensor(count))):
+        if bool(self.ring.due(torch.tensor(count), head)):
             self.model[slot].folded += count
         return draft
 
@@ -178,7 +178,7 @@ def test_the_fold_comes_in_time_and_not_before(R: int) -> None:
     """Plain decoding with the default limit: one fold every R - 1 steps, none sooner."""
     ring, slots, folds = Ring.build(1, R, 1), int32([0]), []
     for step in range(5 * R):
-        if bool(ring.due(ring.at(slots)[1])):
+        if bool(ring.due(*reversed(ring.at(slots)))):
             folds.append(step)
         ring.commit(slots, 1)
     assert [b - a for a, b in zip([0, *folds], folds, strict=False)] == [R - 1] * len(folds)

@@ -18,7 +18,7 @@ def test_replay_bytes_is_the_mean_of_a_fold_cycle(recurrence: Recurrence, fold_e
     checkpoint = 2 * 4 * 8 * 2
     for _ in range(4 * fold_every + 1):
         count = pool.ring.count[slots.long()]
-        written = checkpoint if bool(pool.ring.due(count)) else 0
+        written = checkpoint if bool(pool.ring.due(count, pool.ring.head[slots.long()])) else 0
         moved.append(checkpoint + written + (int(count) + 1) * row_bytes(layer))
         pool.commit(slots, 1)
     cycle = moved[-fold_every:]  # the first step finds an empty ring and belongs to no cycle

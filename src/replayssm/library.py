@@ -6,29 +6,29 @@ Importing this registers ``torch.ops.replayssm.verify``, which is all that it do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from replayssm import checks
 from replayssm.backends import choose
 from replayssm.layer import LayerState
-from replayssm.recurrence import Recurrence
+from replayssm.recurrence import Decay, Recurrence
 from replayssm.ring import Ring, Scratch
 
-_WRITTEN = ("out", "ckpt", "ring_k", "ring_d", "ring_w", "ring_g", "scratch")
 
-
-@torch.library.custom_op("replayssm::verify", mutates_args=_WRITTEN)
+@torch.library.custom_op("replayssm::verify", mutates_args=("out", "memory", "scratch"))
 def _verify(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor,
-    ckpt: Tensor, ring_k: Tensor, ring_d: Tensor, ring_w: Tensor, ring_g: Tensor, scratch: Tensor | None,
-    head: Tensor, count: Tensor, R: int, window: int, limit: int, stagger: bool,
-    channel: bool, erase: bool, folded: bool, backend: str,
+    inputs: list[Tensor], out: Tensor, memory: list[Tensor], scratch: list[Tensor], cursors: list[Tensor],
+    geometry: list[int], decay: str, erase: bool, folded: bool, backend: str,
 ) -> None:  # fmt: skip
-    ring = Ring(head, count, R, window, limit, stagger, Scratch() if scratch is None else Scratch([scratch]))
-    recurrence = Recurrence("channel" if channel else "head", erase)
-    layer = LayerState(recurrence, ring, ckpt, ring_k, ring_d, ring_w, ring_g)
-    run(layer, q, k, v, w, g, slots, out, folded, backend)
+    """:func:`run` with what a schema can say of its arguments, filled in by :func:`traced`."""
+    (head, count), (R, window, limit, stagger), (ckpt, k, d, w, g) = cursors, geometry, memory
+    ring = Ring(head, count, R, window, limit, bool(stagger), Scratch(scratch))
+    layer = LayerState(Recurrence(cast(Decay, decay), erase), ring, ckpt, k, d, w, g)
+    run("verify", layer, inputs[:-1], inputs[-1], out, folded, backend)
 
 
 @_verify.register_fake
@@ -37,12 +37,13 @@ def _(*args: object) -> None:
 
 
 def run(
-    layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor,
-    folded: bool, backend: str,
-) -> None:  # fmt: skip
-    """Checks, chooses the backend and calls it; see :func:`replayssm.ops.verify`."""
-    checks.check_verify("verify", layer, q, k, v, w, g, slots, folded)
-    checks.check_out("verify", out, v)
+    op: str, layer: LayerState, inputs: Sequence[Tensor], slots: Tensor, out: Tensor, folded: bool, backend: str
+) -> None:
+    """Checks, chooses the backend and calls it; see :func:`replayssm.ops.verify`. op: named in errors; inputs: q, k, v,
+    w and g."""
+    q, k, v, w, g = inputs
+    checks.check_verify(op, layer, q, k, v, w, g, slots, folded)
+    checks.check_out(op, out, v)
     if v.numel():
         choose(backend, layer).verify(layer, q, k, v, w, g, slots, out)
     elif slots.numel():  # no token, but the commit that ends the step takes a due fold as done
@@ -51,15 +52,12 @@ def run(
 
 
 def traced(
-    layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor,
-    folded: bool, backend: str,
-) -> None:  # fmt: skip
-    """:func:`run` as one node of a graph, checks included. Warm up once in eager mode, so that the
-    scratch memory is there and no step allocates."""
+    op: str, layer: LayerState, inputs: Sequence[Tensor], slots: Tensor, out: Tensor, folded: bool, backend: str
+) -> None:
+    """:func:`run` as one node of a graph, checks included. Warm up once in eager mode, so that the scratch memory is
+    there and no step allocates."""
     ring, recurrence = layer.ring, layer.recurrence
     torch.ops.replayssm.verify(
-        q, k, v, w, g, slots, out, layer.ckpt, layer.k, layer.d, layer.w, layer.g,
-        ring.scratch.buffers[-1] if ring.scratch.buffers else None,
-        ring.head, ring.count, ring.R, ring.window, ring.limit, ring.stagger,
-        recurrence.channel, recurrence.erase, folded, backend,
+        [*inputs, slots], out, list(layer.tensors.values()), ring.scratch.buffers[-1:], [ring.head, ring.count],
+        [ring.R, ring.window, ring.limit, int(ring.stagger)], recurrence.decay, recurrence.erase, folded, backend,
     )  # fmt: skip

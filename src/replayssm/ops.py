@@ -49,11 +49,7 @@ def verify(
     :func:`commit`, once for all layers; so each verify of a slot is to be followed by a commit, of 0 to reject
     everything, before the slot's next verify. Raises ValueError or TypeError on a wrong shape, dtype, device or slot.
     """
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    step = library.traced if torch.compiler.is_compiling() else library.run
-    step(layer, q, k, v, w, g, slots, out, folded, backend)
-    return out
+    return _step("verify", layer, (q, k, v, w, g), slots, out, folded, backend)
 
 
 @torch.no_grad()
@@ -74,14 +70,17 @@ def decode(
     for name, x, dims in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("w", w, 2), ("g", g, 2 + layer.recurrence.channel)):
         if x.dim() != dims:
             raise ValueError(f"decode: {name} must have {dims} dimensions; got {name}.shape={tuple(x.shape)}")
-    q, k, v, w, g = (x.unsqueeze(1) for x in (q, k, v, w, g))
-    if torch.compiler.is_compiling():
-        return verify(layer, q, k, v, w, g, slots=slots, backend=backend)[:, 0]
-    checks.check_verify("decode", layer, q, k, v, w, g, slots)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if v.numel():
-        choose(backend, layer).verify(layer, q, k, v, w, g, slots, out)
-    return out[:, 0]
+    inputs = [x.unsqueeze(1) for x in (q, k, v, w, g)]
+    return _step("decode", layer, inputs, slots, None, False, backend)[:, 0]
+
+
+def _step(
+    op: str, layer: LayerState, inputs: Sequence[Tensor], slots: Tensor, out: Tensor | None, folded: bool, backend: str
+) -> Tensor:
+    out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format) if out is None else out
+    step = library.traced if torch.compiler.is_compiling() else library.run
+    step(op, layer, inputs, slots, out, folded, backend)
+    return out
 
 
 def commit(ring: Ring, slots: Tensor, accepted: Tensor | int) -> None:

@@ -85,7 +85,7 @@ class Ring:
         """Most committed rows that a step can find: what kernels must be able to read."""
         return self.R - self.window
 
-    def due(self, count: Tensor, head: Tensor | int = 0) -> Tensor:
+    def due(self, count: Tensor, head: Tensor | int) -> Tensor:
         """The fold predicate, for kernels' callers, commit and the reference; cursors as :meth:`at` gives them."""
         return count > self.limit - head // self.R
 

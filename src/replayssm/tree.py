@@ -48,44 +48,8 @@ def verify_tree(
     else:
         checks.check_out("verify_tree", out, v)
     if v.numel():
-        _verify(layer, q, k, v, w, g, parents, slots, out)
+        portable.verify_along(layer, (q, k, v, w, g), slots, out, lambda g, rows: _paths(g, parents[rows]))
     return out
-
-
-def _verify(
-    layer: LayerState,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    g: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    out: Tensor,
-) -> None:
-    """As the portable backend's ``verify``; see there for the letters."""
-    rows, slots, pad, alive = without_padding(slots)
-    head, count = layer.ring.at(slots)
-    erase, T = layer.recurrence.erase, v.shape[1]
-    q, k, v, w, g = (x[rows].to(layer.w.dtype).transpose(1, 2) for x in (q, k, v, w, g))
-    g = g if layer.recurrence.channel else g[..., None]
-    past = portable._history(layer, slots, head, count)
-    S0 = portable._gather(layer.ckpt, slots).to(layer.w.dtype)
-
-    sums, segments = _paths(g, parents[rows])
-    x = q
-    if erase:
-        x, sums, segments = torch.cat([q, k], 2), torch.cat([sums, sums], 2), torch.cat([segments, segments], 2)
-    old = portable._read_state(layer, S0, x, sums + past.total)
-    old = old + (portable._scores(layer, x, past.k, sums, past.after) * past.w[:, :, None]) @ past.d
-    near = portable._scores_near(layer, x, k, segments) * w[:, :, None]  # zero but for ancestors and the node itself
-    d = v
-    if erase:
-        d = torch.linalg.solve_triangular(near[:, :, T:], v - old[:, :, T:], upper=False, unitriangular=True)
-    o = (old[:, :, :T] + near[:, :, :T] @ d).transpose(1, 2)
-    out.copy_(torch.where(pad[:, None, None, None], 0, o))
-    portable._write_fold(layer, slots, alive & layer.ring.due(count, head), S0, past)
-    portable._append(layer, slots, alive, head + count, k, d, w, g)
 
 
 def _paths(g: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ docs/math.md derives it. Below, X stands for T, or 2T where the keys are read to
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,15 +30,27 @@ def verify(
     layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
 ) -> None:
     """See :func:`replayssm.ops.verify`."""
+    verify_along(layer, (q, k, v, w, g), slots, out, lambda g, rows: (g.cumsum(2), _segments(g)))
+
+
+def verify_along(
+    layer: LayerState,
+    inputs: Sequence[Tensor],
+    slots: Tensor,
+    out: Tensor,
+    along: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    """:func:`verify` of tokens in an order of their own. along: from g ``[B, HV, T, ~]`` and the rows ``[B]`` of the
+    call that it is of, its sums from the ring on ``[B, HV, T, ~]`` and between tokens as of :func:`_segments`."""
     rows, slots, pad, alive = without_padding(slots)
     head, count = layer.ring.at(slots)
-    channel, erase, T = layer.recurrence.channel, layer.recurrence.erase, v.shape[1]
-    q, k, v, w, g = (x[rows].to(layer.w.dtype).transpose(1, 2) for x in (q, k, v, w, g))  # [B, heads, T, ..]
+    q, k, v, w, g = (x[rows].to(layer.w.dtype).transpose(1, 2) for x in inputs)  # [B, heads, T, ..]
+    channel, erase, T = layer.recurrence.channel, layer.recurrence.erase, v.shape[2]
     g = g if channel else g[..., None]  # [B, HV, T, ~]
     past = _history(layer, slots, head, count)
     S0 = _gather(layer.ckpt, slots).to(layer.w.dtype)
 
-    sums, segments = g.cumsum(2), _segments(g)
+    sums, segments = along(g, rows)
     x = q
     if erase:
         x, sums, segments = torch.cat([q, k], 2), torch.cat([sums, sums], 2), torch.cat([segments, segments], 2)

@@ -54,8 +54,8 @@ def attach(
     """Lets ``model`` decode through a :class:`ReplayCache`; returns the model. Undone by :func:`detach`.
 
     fold_every: tokens between two writes of a checkpoint. window: how many of the last tokens ``cache.crop`` can always
-    take back; None: none in plain decoding, and where generate asks the cache to record (assisted decoding) as many as
-    its default number of drafts needs. state_dtype: of the checkpoints. backend: "auto" or a name from
+    take back; None: none in plain decoding. Where generate asks the cache to record (assisted decoding), as many as its
+    number of drafts needs, if that is more. state_dtype: of the checkpoints. backend: "auto" or a name from
     ``replayssm.backends.names()``. exact_dt_limit: clamp Mamba-2's dt in every step; by default only where stock
     transformers does, in prompts.
 
