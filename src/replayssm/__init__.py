@@ -15,19 +15,19 @@ from replayssm.ring import Ring
 from replayssm.speculative import Sampling
 
 if TYPE_CHECKING:
-    from replayssm.hf import ReplayCache, attach, detach, generate
+    from replayssm.hf import ReplayCache, StaticReplayCache, attach, detach, generate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GDN", "KDA", "MAMBA2", "LayerSpec", "LayerState", "Recurrence", "ReplayCache", "Ring", "Sampling", "StatePool",
-    "attach", "commit", "copy", "decode", "detach", "fold", "generate", "recurrence", "reset", "rewind", "seed",
-    "verify",
+    "StaticReplayCache", "attach", "commit", "copy", "decode", "detach", "fold", "generate", "recurrence", "reset",
+    "rewind", "seed", "verify",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ReplayCache", "attach", "detach", "generate"):
+    if name in ("ReplayCache", "StaticReplayCache", "attach", "detach", "generate"):
         from replayssm import hf
 
         return getattr(hf, name)

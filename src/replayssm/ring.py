@@ -70,8 +70,9 @@ class Ring:
         limit = latest if limit is None else limit
         if not 0 <= limit <= latest:
             raise ValueError(f"Ring: limit must be in [0, R - 2 * window] = [0, {latest}]; got {limit}")
-        zeros = torch.zeros(2, N + 1, dtype=torch.int32, device=device)
-        ring = Ring(zeros[0], zeros[1], R, window, limit, stagger)
+        # Two tensors, not two views of one: torch.compile cannot mutate views of one another in place.
+        head, count = (torch.zeros(N + 1, dtype=torch.int32, device=device) for _ in range(2))
+        ring = Ring(head, count, R, window, limit, stagger)
         ring.reset(torch.arange(N, dtype=torch.int32, device=device))
         return ring
 

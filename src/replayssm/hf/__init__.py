@@ -8,19 +8,22 @@ from __future__ import annotations
 import inspect
 import logging
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
 
 from replayssm.backends import names
-from replayssm.hf import dispatch
+from replayssm.hf import captured, dispatch
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.generation import Generation, generate
 from replayssm.hf.models import SUPPORTED, ModelType, lookup
 from replayssm.hf.options import Options
+from replayssm.hf.static import StaticReplayCache
 
-__all__ = ["SUPPORTED", "Generation", "ReplayCache", "attach", "detach", "explain", "generate"]
+__all__ = ["SUPPORTED", "Generation", "ReplayCache", "StaticReplayCache", "attach", "detach", "explain", "generate"]
 
 _log = logging.getLogger("replayssm")
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -40,6 +43,7 @@ class Attachment:
         self.handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
         self.logged: set[str] = set()
         self.report: dict[str, str] = {}  # the newest cache writes what it runs on
+        self.compiled: Callable[..., Any] | None = None  # see hf/captured.py
 
 
 def attach(
@@ -85,6 +89,7 @@ def attach(
     model._replayssm = Attachment(model, kind, options)  # pyright: ignore[reportArgumentType]
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)  # pyright: ignore
+        model.get_compiled_call = types.MethodType(_compiled_call, model)
     model._is_stateful = False  # which keeps generate from assisted decoding; this cache can roll back
     return model
 
@@ -95,7 +100,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     attachment = getattr(model, "_replayssm", None)
     if attachment is not None:
         attachment.handle.remove()
-        for name in ("_replayssm", "_prepare_cache_for_generation", "_is_stateful"):
+        for name in ("_replayssm", "_prepare_cache_for_generation", "get_compiled_call", "_is_stateful"):
             model.__dict__.pop(name, None)
         dispatch.uninstall(attachment.kind.module)
     return model
@@ -110,24 +115,67 @@ def explain(model: PreTrainedModel) -> str:
     return f"{attachment.options}\n{attachment.report.get('explanation', nothing)}"
 
 
-def _prepare_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Stock's, and then a ReplayCache in place of the empty DynamicCache that it made."""
-    given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
-    result = type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
+def _prepare_cache(
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
+    """Stock's, and then a cache of ours in place of the empty one that it made."""
+    given = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+    if isinstance(given, StaticReplayCache) and given.max_cache_len < max_cache_length:
+        raise ValueError(
+            f"generate: the StaticReplayCache holds {given.max_cache_len} tokens; this text may get {max_cache_length}"
+        )
+    result = type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
+    drafts = getattr(generation_config, "prompt_lookup_num_tokens", None)
     for name in _CACHE_NAMES:
         made = model_kwargs.get(name)
-        if given or made is None:
+        if given is not None or made is None:
             continue
-        if type(made) is not DynamicCache or made.offloading:
-            _log_once(model, f"cache_implementation={generation_config.cache_implementation!r}")
+        if type(made) not in (DynamicCache, StaticCache) or made.offloading:
+            _log_once(
+                model, f"cache_implementation={generation_config.cache_implementation!r} runs on stock transformers"
+            )
             continue
+        if type(made) is StaticCache:
+            if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+                model_kwargs[name] = StaticReplayCache(model, model._previous_max_cache_length)
+                continue
+            _log_once(model, f"{generation_mode.value} does not run on a static cache but on the default one")
         cache = model_kwargs[name] = ReplayCache(model)
-        drafts = getattr(generation_config, "prompt_lookup_num_tokens", None)
         if drafts:
             cache.recurrent.draft_window = drafts + 1
         if any(getattr(layer, "record_past", False) for layer in made.layers):
             cache.activate_past_recording()
     return result
+
+
+def _compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
+    """Stock's, or in its place, if nothing was said of how to compile, steps that are captured: hf/captured.py."""
+    stock = type(model).get_compiled_call
+    if compile_config is not None or model.device.type != "cuda":
+        return stock(model, compile_config)
+
+    def forward(**inputs: Any) -> Any:
+        cache = inputs.get("cache")
+        ids = inputs.get("input_ids")
+        if not isinstance(cache, StaticReplayCache) or ids is None or ids.shape[1] != 1 or not cache.recurrent.started:
+            return stock(model, compile_config)(**inputs)
+        why = captured.refuses(cache, inputs)
+        if why is not None:
+            _log_once(model, f"steps are compiled, but not captured as one CUDA graph: {why}")
+            return stock(model, compile_config)(**inputs)
+        attachment = model._replayssm
+        attachment.compiled = attachment.compiled or captured.compiled(model)
+        cache.step = cache.step or captured.CapturedStep(model, attachment.compiled)
+        return cache.step(cache, inputs)
+
+    return forward
 
 
 def _give_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +185,7 @@ def _give_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     present = next((given[name] for name in _CACHE_NAMES if given.get(name) is not None), None)
     if present is not None:
         inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-        if isinstance(present, ReplayCache) and inputs is not None:
+        if isinstance(present, (ReplayCache, StaticReplayCache)) and inputs is not None:
             present.check(model, inputs.shape[0])
         return None
     use_cache = given.get("use_cache")
@@ -153,4 +201,4 @@ def _log_once(model: Any, what: str) -> None:
     logged = model._replayssm.logged
     if what not in logged:
         logged.add(what)
-        _log.warning("replayssm: %s runs on stock transformers; only the default dynamic cache is replayed", what)
+        _log.warning("replayssm: %s", what)

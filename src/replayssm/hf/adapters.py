@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from replayssm import gates
-from replayssm.hf.handle import Handle
+from replayssm.hf.handle import ConvHandle, Handle
 from replayssm.layer import LayerSpec
 from replayssm.recurrence import GDN, KDA, MAMBA2, Recurrence
 
@@ -83,7 +84,7 @@ def delta_rule(recurrence: Recurrence) -> Callable[[Handle, Call], tuple[Tensor,
             else:
                 q, k = q.to(wide) * q.shape[-1] ** -0.5, k.to(wide)
             outputs.append(recurrent.verify(layer, q, k, v, beta, g).to(call.get("query").dtype))
-        step.done.add(layer)
+        recurrent.finish(layer, step)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), handle
 
     return adapter
@@ -116,7 +117,7 @@ def mamba2_scan(handle: Handle, call: Call) -> Any:
         o = _mamba2(handle, x, w, A, B, C)
         o = gates.mamba2_output(o, x, D)
         outputs.append(o.to(outputs[0].dtype) if outputs else o)
-    step.done.add(layer)
+    recurrent.finish(layer, step)
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     return (output, handle) if call.get("return_final_states", False) else output
 
@@ -139,7 +140,7 @@ def mamba2_update(handle: Handle, call: Call) -> Tensor:
         limit=recurrent.dt_limits.get(layer) if limited else None,
     )
     o = _mamba2(handle, x1, w, A[:, 0, 0], B1, C1)
-    step.done.add(layer)
+    recurrent.finish(layer, step)
     return gates.mamba2_output(o[:, 0], x, D, z)
 
 
@@ -148,7 +149,22 @@ def _mamba2(handle: Handle, x: Tensor, w: Tensor, A: Tensor, B: Tensor, C: Tenso
     return handle.recurrent.verify(handle.layer, C, B, x.to(w.dtype), w, w * A.to(w.dtype))
 
 
-ADAPTERS: dict[str, Callable[[Handle, Call], Any]] = {
+def conv_update(handle: ConvHandle, call: Call) -> Tensor:
+    """Adapter of ``causal_conv1d_update``: one token ``hidden_states [B, channels, 1]``. In a graph the products are
+    written out, for then the compiler fuses them with all that follows; a convolution it calls as it is."""
+    x, weight, bias, activation = (call.get(name) for name in ("hidden_states", "weight", "bias", "activation"))
+    if x.shape[2] != 1 or not torch.compiler.is_compiling():
+        return call.first(x.shape[0], (), conv_state=handle.x)
+    state = torch.cat([handle.x[..., 1:], x], 2)
+    wide = torch.promote_types(torch.float32, weight.dtype)
+    y = (state.to(wide) * weight.to(wide)).sum(2, keepdim=True)
+    y = (y if bias is None else y + bias.to(wide)[:, None]).to(weight.dtype)
+    handle.x.copy_(state)
+    return (y if activation is None else ACT2FN[activation](y)).to(x.dtype)
+
+
+ADAPTERS: dict[str, Callable[[Any, Call], Any]] = {
+    "causal_conv1d_update": conv_update,
     "torch_chunk_gated_delta_rule": delta_rule(GDN),
     "torch_recurrent_gated_delta_rule": delta_rule(GDN),
     "chunk_kimi_delta_attention": delta_rule(KDA),

@@ -14,8 +14,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from replayssm.backends import explain
 from replayssm.hf.handle import Handle
+from replayssm.hf.reports import describe, explain_state
 from replayssm.hf.state import RecurrentState
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ReplayCache(DynamicCache):
                 recurrent.append(i)
         self.recurrent = self._make_state(recurrent, attachment)
         self._handles = {i: Handle(self.recurrent, i) for i in recurrent}
-        self._model = _describe(model)
+        self._model = describe(model)
         # Without attention, `generate` takes a cache to be one that knows no length, and feeds it the prompt again.
         self._counts = len(recurrent) == len(self.layers)
         self._report: dict[str, str] | None = attachment.report  # until all layers have run
@@ -101,27 +101,12 @@ class ReplayCache(DynamicCache):
 
     def explain(self) -> str:
         """Which backend runs the recurrent layers and why, and the ring's geometry."""
-        recurrent, pool = self.recurrent, self.recurrent.pool
-        if pool is None or not recurrent.states:
-            return "nothing has run yet; the backend is chosen at the first call"
-        layer = next(iter(recurrent.states.values()))
-        ring, options = pool.ring, recurrent.options
-        return "\n".join(
-            [
-                str(explain(layer, options.backend)),
-                f"recurrence: {layer.recurrence.name}, H={layer.H} HV={layer.HV} K={layer.K} V={layer.V}, "
-                f"{len(recurrent.layers)} layers, {pool.N} sequences",
-                f"ring: R={ring.R} rows, a fold after {ring.limit + 1} tokens, window {ring.window} "
-                f"({recurrent.purpose})",
-                f"dtypes: checkpoint {layer.ckpt.dtype}, k {layer.k.dtype}, d {layer.d.dtype}, w and g {layer.w.dtype}",
-                f"bytes: {self.nbytes // pool.N} a sequence",
-            ]
-        )
+        return explain_state(self.recurrent)
 
     def check(self, model: PreTrainedModel, B: int) -> None:
         """Raises where a forward of ``model`` with a batch of ``B`` cannot go on from this cache."""
-        if self._model != _describe(model):
-            raise ValueError(f"ReplayCache: made for {self._model}; got {_describe(model)}")
+        if self._model != describe(model):
+            raise ValueError(f"ReplayCache: made for {self._model}; got {describe(model)}")
         self.recurrent.check_complete()
         self.recurrent.check_batch(B)
 
@@ -223,8 +208,3 @@ class ReplayCache(DynamicCache):
         if self.recurrent.pool is not None:
             self.recurrent.select(torch.arange(self.batch_size)[indices.cpu()])
         super().batch_select_indices(indices)
-
-
-def _describe(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config(decoder=True)
-    return f"{config.model_type} with {config.num_hidden_layers} layers of width {config.hidden_size}"

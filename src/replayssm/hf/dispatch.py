@@ -1,5 +1,5 @@
-"""Replaces, in a modeling module of transformers, the functions that its mixers call: a :class:`Handle` in place of the
-state goes to the adapter, anything else to the original, untouched. Counted, so that the last removal undoes it."""
+"""Replaces, in a modeling module of transformers, the functions that its mixers call: a handle in place of the state
+goes to the adapter, anything else to the original, untouched. Counted, so that the last removal undoes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from replayssm.hf.adapters import ADAPTERS, Call
-from replayssm.hf.handle import Handle
+from replayssm.hf.handle import ConvHandle, Handle
 
 _CHUNK = (
     "query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state",
@@ -32,15 +32,18 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "mamba2_selective_state_update": (
         "state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z", "kwargs",
     ),
+    "causal_conv1d_update": ("hidden_states", "conv_state", "weight", "bias", "activation"),
 }  # fmt: skip
 """The functions replaced, with the parameters that the adapters were written for."""
 
 FUNCTIONS = {
-    "gdn": ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-    "kda": ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
-    "mamba2": ("mamba2_chunk_scan", "mamba2_selective_state_update"),
+    "gdn": ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_update"),
+    "kda": ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_update"),
+    "mamba2": ("mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_update"),
 }
-"""By recurrence: the function for several tokens, then the one for one."""
+"""By recurrence: the function for several tokens, the one for one, and the convolution's for one."""
+
+_STATES = ("state", "initial_state", "initial_states", "conv_state")
 
 
 class _Installed(NamedTuple):
@@ -100,13 +103,13 @@ def _checked(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    names, adapter = PARAMETERS[name][:-1], ADAPTERS[name]
-    position = next(i for i, p in enumerate(names) if p in ("state", "initial_state", "initial_states"))
+    names, adapter = tuple(p for p in PARAMETERS[name] if p != "kwargs"), ADAPTERS[name]
+    position = next(i for i, p in enumerate(names) if p in _STATES)
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         state = args[position] if len(args) > position else kwargs.get(names[position])
-        if isinstance(state, Handle):
+        if isinstance(state, (Handle, ConvHandle)):
             return adapter(state, Call(original, names, args, kwargs))
         return original(*args, **kwargs)
 

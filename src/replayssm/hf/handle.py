@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
-from replayssm.hf.state import RecurrentState
+if TYPE_CHECKING:
+    from replayssm.hf.state import RecurrentState
+    from replayssm.hf.static import StaticState
 
 
 class Handle:
     """Given to a mixer where it asks its cache for the recurrent state, and found by the dispatch in the arguments of
     the function that the mixer calls with it. It is no tensor: any other use of it raises."""
 
-    def __init__(self, recurrent: RecurrentState, layer: int) -> None:
+    def __init__(self, recurrent: RecurrentState | StaticState, layer: int) -> None:
         self.recurrent, self.layer = recurrent, layer
 
     def to(self, target: Any = None, *args: Any, **kwargs: Any) -> Handle:
@@ -37,4 +40,20 @@ class Handle:
         raise RuntimeError(
             "replayssm: a ReplayCache reached a model that is not attached; call replayssm.attach(model) first, and "
             "keep it attached while its caches are in use"
+        )
+
+
+class ConvHandle:
+    """The same for the state ``x [B, channels, W]`` of a mixer's own convolution, in a static cache."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def refuse_gradient(*tensors: Tensor) -> None:
+    """Raises RuntimeError where a replayed step is to be differentiated."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "replayssm: a replayed step has no gradient; call the model under torch.no_grad(), or with "
+            "use_cache=False to train"
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from replayssm import ops
+from replayssm.hf.handle import refuse_gradient
 from replayssm.hf.options import Options
 from replayssm.hf.window import Window
 from replayssm.layer import LayerSpec, LayerState
@@ -159,11 +160,7 @@ class RecurrentState:
 
     def verify(self, layer: int, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor) -> Tensor:
         """Replays the step's last tokens; see :func:`replayssm.ops.verify`."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, w, g)):
-            raise RuntimeError(
-                "replayssm: a replayed step has no gradient; call the model under torch.no_grad(), or with "
-                "use_cache=False to train"
-            )
+        refuse_gradient(q, k, v, w, g)
         assert self.step is not None
         folded = self.step.folded and self.step.replayed > self._pool.ring.window
         state, backend = self.states[layer], self._pool.backend
@@ -172,6 +169,10 @@ class RecurrentState:
     def seed(self, layer: int, state: Tensor) -> None:
         """The model's own function has absorbed tokens: its new state ``[B, HV, V, K]`` becomes the checkpoint."""
         ops.seed(self.states[layer], state.detach(), self.slots)
+
+    def finish(self, layer: int, step: Step) -> None:
+        """The layer is through."""
+        step.done.add(layer)
 
     # Between forwards.
 

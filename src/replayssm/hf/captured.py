@@ -1,0 +1,138 @@
+"""The decode step of ``generate(..., cache_implementation="static")`` on a GPU: compiled, then a CUDA graph.
+
+Stock compiles the model with CUDA graphs of torch's making, and checks at every step whether what was compiled still
+holds: milliseconds for a model of many layers, more than a small batch's step takes. Here the graph belongs to a cache,
+so nothing that it depends on can change but the tensors that generate passes in; these are copied to where the graph
+reads them. That is so where layers keep all their counts on the device, see :data:`CAPTURED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from replayssm.hf.static import StaticReplayCache
+
+CAPTURED = (StaticLayer, LinearAttentionLayer, LinearAttentionAndStaticFullAttentionLayer, DummyLayer)
+"""Layers of a cache whose steps are the same whatever the length. Sliding layers, say, count on the host."""
+
+WARM = 2
+"""Steps before the capture: the first compiles, and all of them allocate what is to stay."""
+
+ATTENTION = "replayssm_grouped"
+
+
+def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
+    """Why a forward with ``inputs`` is not captured; None where it is."""
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in CAPTURED}
+    if odd:
+        return f"the cache has layers that count on the host ({', '.join(sorted(odd))})"
+    if inputs.get("output_hidden_states") or inputs.get("output_attentions"):
+        return "hidden states or attentions are asked for, and a graph would overwrite those of the step before"
+    return cache.step.refused if cache.step is not None else None
+
+
+class CapturedStep:
+    """Forward passes of one token of ``model`` with one cache."""
+
+    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.model, self.forward = model, forward
+        self.key: Any = None
+        self.steps = 0  # with this key, up to the capture
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.refused: str | None = None  # what came up at the capture
+
+    def __call__(self, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
+        """The model's output for ``inputs``; its logits are overwritten by the next call."""
+        leaves, spec = tree_flatten({name: x for name, x in inputs.items() if x is not cache})
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        key = spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves]
+        if key != self.key:
+            self.key, self.steps, self.graph = key, 0, None
+        if self.graph is None and self.steps < WARM:
+            self.steps += 1
+            with grouped_attention(self.model):
+                return self.forward(cache=cache, **inputs)
+        if self.graph is None:
+            try:
+                self._capture(cache, leaves, spec)  # which runs nothing, so that nothing is lost where it fails
+            except RuntimeError as error:
+                self.refused = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                return self.forward(cache=cache, **inputs)
+        for x, new in zip(self._inputs, tensors, strict=True):
+            x.copy_(new)
+        assert self.graph is not None
+        self.graph.replay()
+        return self._type(**self._fields, cache=cache)
+
+    def _capture(self, cache: StaticReplayCache, leaves: list[Any], spec: Any) -> None:
+        own = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        graph = torch.cuda.CUDAGraph()
+        with grouped_attention(self.model), torch.cuda.graph(graph):
+            output = self.forward(cache=cache, **tree_unflatten(own, spec))
+        self._inputs = [x for x in own if isinstance(x, Tensor)]
+        # Without the cache, which holds this object: a cycle would keep a finished cache's memory.
+        self._type, self._fields = type(output), {name: x for name, x in output.items() if x is not cache}
+        self.graph = graph
+
+
+def compiled(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model's forward, compiled for steps that :class:`CapturedStep` captures."""
+    return torch.compile(model.__call__, dynamic=False)
+
+
+@contextmanager
+def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a model that uses torch's attention runs :func:`attend`. Stock repeats all keys and values for each query
+    head of their group when it is compiled, and so moves them several times."""
+    config: Any = model.config
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one token ``query [B, heads, 1, dim]``: the query heads that share a key are taken as that many
+    tokens. Anything else goes to stock's."""
+    B, heads, T, _ = query.shape
+    groups = heads // key.shape[1]
+    own_heads = attention_mask is not None and attention_mask.shape[1] != 1
+    if T != 1 or groups == 1 or own_heads or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    packed = query.reshape(B, key.shape[1], groups, query.shape[3])
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(B, 1, heads, value.shape[3]), None

@@ -1,0 +1,216 @@
+"""The cache of an attached model for ``generate(..., cache_implementation="static")``: fixed memory, so that a decode
+step is one graph that torch.compile builds once, and CUDA graphs replay.
+
+Attention layers and convolution states are stock's, which have fixed addresses already. What :class:`ReplayCache`
+counts on the host, to take drafts back and to absorb prompts, is left out here: a step of one token is replayed, one of
+more is absorbed, and cursors are moved on the device by the last recurrent layer. So nothing of a step depends on a
+number that changes from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
+
+from replayssm import ops
+from replayssm.hf.captured import CapturedStep
+from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient
+from replayssm.hf.options import Options
+from replayssm.hf.reports import describe, explain_state
+from replayssm.hf.state import Step
+from replayssm.layer import LayerSpec, LayerState
+from replayssm.pool import StatePool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StaticState:
+    """The pool behind one cache: slot ``b`` is row ``b`` of the batch. To the adapters what
+    :class:`replayssm.hf.state.RecurrentState` is.
+
+    started: tokens have come. Until then layers are built as they come, in a forward that is not compiled.
+    report: gets the explanation of what runs.
+    """
+
+    recording = False
+    purpose = "static cache"
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        options: Options,
+        dt_limits: Mapping[int, tuple[float, float]],
+        report: dict[str, str],
+    ) -> None:
+        self.layers, self.options, self.dt_limits, self.report = tuple(layers), options, dict(dt_limits), report
+        self.pool: StatePool | None = None
+        self.states: dict[int, LayerState] = {}
+        self.specs: dict[int, LayerSpec] = {}
+        self.started = False
+
+    def plan(self, layer: int, T: int, B: int, device: torch.device) -> Step:
+        """How a forward of ``T`` tokens goes; at its first layer, the ring is emptied for one that is absorbed."""
+        if self.pool is None:
+            self._build(B, device)  # pyright: ignore[reportAttributeAccessIssue]
+        self.check_batch(B)
+        if T > 1 and self.started and layer == self.layers[0]:
+            self._fold()  # pyright: ignore[reportAttributeAccessIssue]
+        return Step(first=not self.started, tokens=T, replayed=int(T == 1))
+
+    def layer(self, layer: int, spec: LayerSpec) -> LayerState:
+        """The layer's memory, allocated at its first call."""
+        known = self.specs.get(layer)
+        if known is None:
+            self._add(layer, spec)  # pyright: ignore[reportAttributeAccessIssue]
+        elif known != spec:
+            raise ValueError(f"StaticReplayCache: layer {layer} was built for {known}; got {spec}")
+        return self.states[layer]
+
+    def verify(self, layer: int, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        """Replays one token; see :func:`replayssm.ops.verify`."""
+        refuse_gradient(q, k, v, w, g)
+        return ops.verify(self.states[layer], q, k, v, w, g, slots=self.slots, backend=self._pool.backend)
+
+    def seed(self, layer: int, state: Tensor) -> None:
+        """The model's own function has absorbed tokens: its new state ``[B, HV, V, K]`` becomes the checkpoint."""
+        self.states[layer].ckpt.copy_(state.detach())
+
+    def finish(self, layer: int, step: Step) -> None:
+        """The layer is through; with the last one the step ends."""
+        if layer == self.layers[-1]:
+            if step.replayed:
+                self._pool.commit(self.slots, step.tokens)
+            if not self.started:
+                self.started = True
+                self._explain()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def reset(self) -> None:
+        """Forgets the sequences; the memory stays."""
+        if self.pool is not None:
+            self.pool.reset(self.slots)
+        self.started = False
+
+    def check_batch(self, B: int) -> None:
+        """Raises ValueError where the cache was built for another number of sequences."""
+        if self.pool is not None and self.pool.N != B:
+            raise ValueError(
+                f"StaticReplayCache: expected a batch of {self.pool.N}, for which this cache was built; got a batch of "
+                f"{B}. A static cache cannot change its size: use a new one"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of checkpoints, rings and cursors."""
+        return 0 if self.pool is None else self.pool.nbytes
+
+    @property
+    def _pool(self) -> StatePool:
+        assert self.pool is not None
+        return self.pool
+
+    # Not for graphs: what happens once a text, and memory whose addresses are to stay.
+
+    @torch.compiler.disable
+    def _fold(self) -> None:
+        self._pool.fold(self.slots)
+
+    @torch.compiler.disable
+    def _build(self, N: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.pool = StatePool(
+                N, fold_every=self.options.fold_every, width=1, device=device, backend=self.options.backend
+            )
+            self.slots = torch.arange(N, dtype=torch.int32, device=device)
+        _stay(self.slots, self.pool.ring.head, self.pool.ring.count)
+
+    @torch.compiler.disable
+    def _add(self, layer: int, spec: LayerSpec) -> None:
+        with torch.inference_mode(False):
+            self.states[layer] = self._pool.add_layer(spec)
+        self.specs[layer] = spec
+        _stay(*self.states[layer].tensors.values())
+
+    @torch.compiler.disable
+    def _explain(self) -> None:
+        self.report["explanation"] = explain_state(self)
+
+
+def _stay(*tensors: Tensor) -> None:
+    """Tells torch.compile that these addresses stay, so that CUDA graphs may write there."""
+    for x in tensors:
+        torch._dynamo.mark_static_address(x)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class StaticReplayCache(StaticCache):
+    """A cache of ``max_cache_len`` tokens for ``model``, which must be attached; ``generate`` makes its own with
+    ``cache_implementation="static"``. It decodes forward only: no crop, no beams, no other batch than its first.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
+        attachment = getattr(model, "_replayssm", None)
+        if attachment is None:
+            raise RuntimeError(
+                f"StaticReplayCache: {type(model).__name__} is not attached; call replayssm.attach(model) first"
+            )
+        super().__init__(config=model.config, max_cache_len=max_cache_len)
+        self.max_cache_len = max_cache_len
+        recurrent = [i for i, x in enumerate(self.layers) if isinstance(x, LinearAttentionCacheLayerMixin)]
+        self.recurrent = StaticState(recurrent, attachment.options, attachment.dt_limits, attachment.report)
+        self._handles = {i: Handle(self.recurrent, i) for i in recurrent}
+        self._model = describe(model)
+        self.step: CapturedStep | None = None
+
+    def __repr__(self) -> str:
+        return f"StaticReplayCache({self.max_cache_len} tokens, {len(self._handles)} of {len(self.layers)} layers)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of checkpoints, rings and cursors; keys, values and convolutions are not counted."""
+        return self.recurrent.nbytes
+
+    def explain(self) -> str:
+        """Which backend runs the recurrent layers and why, and the ring's geometry."""
+        return explain_state(self.recurrent)
+
+    def check(self, model: PreTrainedModel, B: int) -> None:
+        """Raises where a forward of ``model`` with a batch of ``B`` cannot go on from this cache."""
+        if self._model != describe(model):
+            raise ValueError(f"StaticReplayCache: made for {self._model}; got {describe(model)}")
+        self.recurrent.check_batch(B)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a mixer's own convolution as a :class:`ConvHandle`, another's itself; None before the first."""
+        x = super().get_conv_state(layer_idx, state_idx)
+        return x if x is None or state_idx else ConvHandle(x)  # pyright: ignore[reportReturnType]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The layer's :class:`Handle`, from the first call on."""
+        return self._handles[layer_idx]  # pyright: ignore[reportReturnType]
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Takes the handle back; the adapter has done the work."""
+        if not isinstance(recurrent_states, Handle):
+            raise RuntimeError(
+                "replayssm: a ReplayCache got a state from a model that is not attached; call replayssm.attach(model)"
+            )
+        return recurrent_states
+
+    def reset(self) -> None:
+        """Forgets the sequences; the memory stays."""
+        super().reset()
+        self.recurrent.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused, as for any static cache of a hybrid."""
+        raise RuntimeError("StaticReplayCache: it cannot take tokens back; use the default cache for drafts")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refused: beams run on the default cache."""
+        raise RuntimeError("StaticReplayCache: it cannot reorder its rows; use the default cache for beams")

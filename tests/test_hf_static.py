@@ -1,0 +1,215 @@
+"""``generate(..., cache_implementation="static")`` of attached models against stock: eager, compiled, captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from tiny_models import BACKEND, BUILDERS, build
+from torch._dynamo.utils import counters
+
+import replayssm
+from replayssm.hf import explain
+from replayssm.hf.captured import CAPTURED, attend
+
+transformers.logging.set_verbosity_error()
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+NEW = 40
+BRANCHING = {"qwen4_exp"}  # its indexer branches on a count, so that a graph breaks there, in stock as well
+COUNTING = {"lara_mini"}  # its sliding layers count on the host: compiled anew at every step, in stock as well
+
+
+class Pair(NamedTuple):
+    name: str
+    stock: Any
+    ours: Any
+
+
+@pytest.fixture(scope="module", params=[(name, device) for name in BUILDERS for device in DEVICES], ids="-".join)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    name, device = request.param
+    stock, ours = build(name).to(device), build(name).to(device)
+    stock.generation_config.eos_token_id = ours.generation_config.eos_token_id = None
+    replayssm.attach(ours, fold_every=6, backend=BACKEND)
+    yield Pair(name, stock, ours)
+    replayssm.detach(ours)
+
+
+@pytest.fixture
+def small() -> Iterator[Any]:
+    model = build("qwen3_5")
+    model.generation_config.eos_token_id = None
+    yield replayssm.attach(model, fold_every=6, backend=BACKEND)
+    replayssm.detach(model)
+
+
+def prompt(model: Any, rows: int = 2, length: int = 9, **changes: Any) -> dict[str, Any]:
+    ids = torch.randint(3, 100, (rows, length), generator=torch.Generator().manual_seed(1)).to(model.device)
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | changes
+
+
+def padded(model: Any) -> dict[str, Any]:
+    inputs = prompt(model)
+    inputs["attention_mask"][0, :4] = 0
+    return inputs
+
+
+def generate(model: Any, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
+    settings: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False)
+    return model.generate(**inputs, **settings | kwargs)
+
+
+def compiled(backend: str, **kwargs: Any) -> transformers.CompileConfig:
+    config = transformers.CompileConfig(backend=backend, mode=None, dynamic=False, **kwargs)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("inputs", [prompt, padded])
+def test_uncompiled(pair: Pair, inputs: Any) -> None:
+    want = generate(pair.stock, inputs(pair.stock))
+    got = generate(pair.ours, inputs(pair.ours), cache_implementation="static", disable_compile=True)
+    assert torch.equal(got, want)
+    assert "static cache" in explain(pair.ours)
+
+
+def test_compiled_once(pair: Pair) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    want = generate(pair.stock, prompt(pair.stock), max_new_tokens=12 if pair.name in COUNTING else NEW)
+    config = compiled("eager", fullgraph=pair.name not in BRANCHING | COUNTING)
+    for _ in range(2):
+        new = want.shape[1] - 9
+        got = generate(
+            pair.ours, prompt(pair.ours), cache_implementation="static", compile_config=config, max_new_tokens=new
+        )
+        assert torch.equal(got, want)
+        if pair.name not in BRANCHING | COUNTING:
+            assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("inputs", [prompt, padded])
+def test_captured(pair: Pair, inputs: Any) -> None:
+    if pair.ours.device.type != "cuda":
+        pytest.skip("captured on a GPU only")
+    torch.compiler.reset()
+    new = 12 if pair.name in COUNTING else NEW
+    want = generate(pair.stock, inputs(pair.stock), max_new_tokens=new)
+    for _ in range(2):
+        cache = replayssm.StaticReplayCache(pair.ours, 64)
+        got = generate(pair.ours, inputs(pair.ours), cache=cache, max_new_tokens=new)
+        assert torch.equal(got, want)
+        known = all(type(layer) in CAPTURED for layer in cache.layers)
+        assert (cache.step is not None) == known
+        if known and pair.name not in BRANCHING:
+            assert cache.step is not None and cache.step.graph is not None, cache.step and cache.step.refused
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_what_a_captured_step_cannot_keep_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    stock, ours = build("nemotron_h").cuda(), replayssm.attach(build("nemotron_h").cuda())
+    kwargs: dict[str, Any] = dict(return_dict_in_generate=True, output_hidden_states=True, eos_token_id=None)
+    with caplog.at_level(logging.WARNING, "replayssm"):
+        got, want = (
+            generate(model, prompt(model), **kwargs, **static)
+            for model, static in ((ours, dict(cache_implementation="static")), (stock, {}))
+        )
+    assert "not captured" in caplog.text
+    for a, b in zip(got.hidden_states, want.hidden_states, strict=True):  # pyright: ignore
+        torch.testing.assert_close(a[-1], b[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_sampling(pair: Pair) -> None:
+    out = []
+    for model, kwargs in ((pair.stock, {}), (pair.ours, dict(cache_implementation="static", disable_compile=True))):
+        torch.manual_seed(3)
+        out.append(generate(model, prompt(model), do_sample=True, top_k=30, num_return_sequences=2, **kwargs))
+    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_prompt_in_pieces(small: Any, compile: bool) -> None:
+    torch.compiler.reset()
+    want = generate(small, prompt(small))
+    kwargs: dict[str, Any] = dict(compile_config=compiled("eager")) if compile else dict(disable_compile=True)
+    got = generate(small, prompt(small), cache_implementation="static", prefill_chunk_size=4, **kwargs)
+    assert torch.equal(got, want)
+
+
+def test_a_prompt_of_one_token(pair: Pair) -> None:
+    want = generate(pair.stock, prompt(pair.stock, length=1))
+    got = generate(pair.ours, prompt(pair.ours, length=1), cache_implementation="static", disable_compile=True)
+    assert torch.equal(got, want)
+
+
+def test_a_conversation_goes_on_and_a_cache_starts_anew(small: Any) -> None:
+    first = prompt(small)
+    want = generate(small, first)
+    more = torch.cat([want, want[:, 3:8]], 1)
+    whole = generate(small, dict(input_ids=more, attention_mask=torch.ones_like(more)))
+    cache = replayssm.StaticReplayCache(small, 128)
+    for _ in range(2):
+        assert torch.equal(generate(small, first, cache=cache), want)
+        got = generate(small, dict(input_ids=more, attention_mask=torch.ones_like(more)), cache=cache)
+        assert torch.equal(got, whole)
+        cache.reset()
+
+
+def test_what_a_static_cache_cannot_do_is_said(small: Any, caplog: pytest.LogCaptureFixture) -> None:
+    cache = replayssm.StaticReplayCache(small, 32)
+    with pytest.raises(ValueError, match=r"holds 32 tokens; this text may get 48"):
+        generate(small, prompt(small), cache=cache)
+    generate(small, prompt(small), cache=cache, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"expected a batch of 2.*got a batch of 3"):
+        small(prompt(small, rows=3)["input_ids"], cache=cache)
+    with pytest.raises(RuntimeError, match="cannot take tokens back"):
+        cache.crop(-1)
+    with pytest.raises(RuntimeError, match="cannot reorder"):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    other = replayssm.attach(build("nemotron_h"))
+    with pytest.raises(ValueError, match="made for qwen3_5_text"):
+        other(prompt(other)["input_ids"], cache=cache)
+    replayssm.detach(other)
+    with pytest.raises(RuntimeError, match="not attached"):
+        replayssm.StaticReplayCache(other, 32)
+
+
+@pytest.mark.parametrize("kwargs", [dict(num_beams=3), dict(prompt_lookup_num_tokens=3)])
+def test_beams_and_drafts_take_the_default_cache(
+    small: Any, kwargs: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = prompt(small, rows=1)
+    want = generate(small, inputs, **kwargs)
+    with caplog.at_level(logging.WARNING, "replayssm"):
+        out = generate(small, inputs, cache_implementation="static", return_dict_in_generate=True, **kwargs)
+    assert torch.equal(out.sequences, want)  # pyright: ignore
+    assert type(out.cache) is replayssm.ReplayCache  # pyright: ignore
+    assert "static cache" in caplog.text
+
+
+def test_detached_models_and_stock_caches_are_left_alone(small: Any) -> None:
+    stock = build("qwen3_5")
+    want = generate(stock, prompt(stock))
+    assert torch.equal(generate(stock, prompt(stock), cache_implementation="static"), want)
+    cache = transformers.StaticCache(config=small.config, max_cache_len=64)
+    assert torch.equal(generate(small, prompt(small), cache=cache), want)
+
+
+def test_attention_in_groups_is_attention() -> None:
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, heads, n, 8, generator=gen) for heads, n in ((6, 1), (2, 11), (2, 11)))
+    mask = torch.rand(3, 1, 1, 11, generator=gen) < 0.7
+    mask[..., 0] = True
+    module = torch.nn.Module()
+    module.num_key_value_groups = 3  # pyright: ignore
+    got, _ = attend(module, q, k, v, mask, scaling=0.3)
+    scores = (q.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    want = (scores.softmax(-1) @ v.double().repeat_interleave(3, 1)).transpose(1, 2)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    one_head, _ = attend(module, q, k, v, mask.expand(3, 6, 1, 11), scaling=0.3)  # a mask a head: stock's way
+    torch.testing.assert_close(one_head.double(), want, rtol=1e-5, atol=1e-5)
