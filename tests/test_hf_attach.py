@@ -237,7 +237,8 @@ def test_other_caches_run_on_stock_and_say_so(
     with caplog.at_level(logging.WARNING, logger="replayssm"):
         for _ in range(2):
             assert torch.equal(greedy(model), want)
-    assert [r.getMessage() for r in caplog.records] == ["replayssm: cache_implementation=None runs on stock transformers"]
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["replayssm: cache_implementation=None runs on stock transformers"]
     monkeypatch.undo()
     given = transformers.DynamicCache(config=model.config)
     out = greedy(model, cache=given, return_dict_in_generate=True)

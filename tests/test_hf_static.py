@@ -200,6 +200,23 @@ def test_detached_models_and_stock_caches_are_left_alone(small: Any) -> None:
     assert torch.equal(generate(small, prompt(small), cache=cache), want)
 
 
+def test_the_look_at_the_end_is_deferred_for_our_caches_on_a_gpu_only() -> None:
+    check: Any = pytest.importorskip("transformers.generation.utils").DeferredStopCheck
+    stock = check.is_supported
+    models = [replayssm.attach(build(name)) for name in ("qwen3_5", "nemotron_h")]
+    ours, theirs = replayssm.StaticReplayCache(models[0], 8), transformers.DynamicCache()
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert check.is_supported(cuda, ours, False, is_assistant=False)
+    for device, cache, returned, assistant in (
+        (cpu, ours, False, False), (cuda, theirs, False, False), (cuda, ours, True, False), (cuda, ours, False, True),
+    ):  # fmt: skip
+        assert not check.is_supported(device, cache, returned, is_assistant=assistant)
+    replayssm.detach(models[0])
+    assert check.is_supported(cuda, ours, False, is_assistant=False)
+    replayssm.detach(models[1])
+    assert check.is_supported is stock
+
+
 def test_attention_in_groups_is_attention() -> None:
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, heads, n, 8, generator=gen) for heads, n in ((6, 1), (2, 11), (2, 11)))

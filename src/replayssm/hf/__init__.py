@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from replayssm.backends import names
-from replayssm.hf import captured, dispatch
+from replayssm.hf import captured, deferred, dispatch
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.generation import Generation, generate
 from replayssm.hf.models import SUPPORTED, ModelType, lookup
@@ -86,6 +86,7 @@ def attach(
             f"attach: no layer of {type(model).__name__} is from {kind.module}; code of its own is not known"
         )
     dispatch.install(kind.module, kind.recurrence.name)
+    deferred.install()
     model._replayssm = Attachment(model, kind, options)  # pyright: ignore[reportArgumentType]
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = types.MethodType(_prepare_cache, model)  # pyright: ignore
@@ -103,6 +104,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         for name in ("_replayssm", "_prepare_cache_for_generation", "get_compiled_call", "_is_stateful"):
             model.__dict__.pop(name, None)
         dispatch.uninstall(attachment.kind.module)
+        deferred.uninstall()
     return model
 
 

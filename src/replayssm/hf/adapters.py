@@ -155,11 +155,14 @@ def conv_update(handle: ConvHandle, call: Call) -> Tensor:
     x, weight, bias, activation = (call.get(name) for name in ("hidden_states", "weight", "bias", "activation"))
     if x.shape[2] != 1 or not torch.compiler.is_compiling():
         return call.first(x.shape[0], (), conv_state=handle.x)
-    state = torch.cat([handle.x[..., 1:], x], 2)
+    state, W = handle.x, handle.x.shape[2]
     wide = torch.promote_types(torch.float32, weight.dtype)
-    y = (state.to(wide) * weight.to(wide)).sum(2, keepdim=True)
+    y = x.to(wide) * weight[:, -1:].to(wide)
+    for i in range(1, W):
+        y = y + state[..., i : i + 1].to(wide) * weight[:, i - 1 : i].to(wide)
     y = (y if bias is None else y + bias.to(wide)[:, None]).to(weight.dtype)
-    handle.x.copy_(state)
+    last = torch.arange(W, device=x.device) == W - 1
+    state.copy_(torch.where(last, x, state.roll(-1, 2)))
     return (y if activation is None else ACT2FN[activation](y)).to(x.dtype)
 
 

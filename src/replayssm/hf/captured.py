@@ -62,7 +62,8 @@ class CapturedStep:
 
     def __call__(self, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
         """The model's output for ``inputs``; its logits are overwritten by the next call."""
-        leaves, spec = tree_flatten({name: x for name, x in inputs.items() if x is not cache})
+        inputs = {name: x for name, x in inputs.items() if x is not cache}
+        leaves, spec = tree_flatten(inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         key = spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves]
         if key != self.key:
