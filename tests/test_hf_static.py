@@ -147,7 +147,10 @@ def test_a_prompt_of_one_token(pair: Pair) -> None:
     assert torch.equal(got, want)
 
 
-def test_a_conversation_goes_on_and_a_cache_starts_anew(small: Any) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "nemotron_h"])
+def test_a_conversation_goes_on_and_a_cache_starts_anew(name: str) -> None:
+    small = replayssm.attach(build(name), fold_every=6, backend=BACKEND)
+    small.generation_config.eos_token_id = None
     first = prompt(small)
     want = generate(small, first)
     more = torch.cat([want, want[:, 3:8]], 1)
@@ -158,6 +161,19 @@ def test_a_conversation_goes_on_and_a_cache_starts_anew(small: Any) -> None:
         got = generate(small, dict(input_ids=more, attention_mask=torch.ones_like(more)), cache=cache)
         assert torch.equal(got, whole)
         cache.reset()
+    replayssm.detach(small)
+
+
+def test_without_attention_a_cache_does_not_go_on_but_starts_anew() -> None:
+    model = replayssm.attach(build("mamba2"), backend=BACKEND)
+    model.generation_config.eos_token_id = None
+    cache = replayssm.StaticReplayCache(model, 64)
+    want = generate(model, prompt(model), cache=cache)
+    with pytest.raises(ValueError, match="does not know how many tokens it holds"):
+        generate(model, prompt(model), cache=cache)
+    cache.reset()
+    assert torch.equal(generate(model, prompt(model), cache=cache), want)
+    replayssm.detach(model)
 
 
 def test_what_a_static_cache_cannot_do_is_said(small: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,6 +241,11 @@ def test_attention_in_groups_is_attention() -> None:
     module = torch.nn.Module()
     module.num_key_value_groups = 3  # pyright: ignore
     got, _ = attend(module, q, k, v, mask, scaling=0.3)
+    added, _ = attend(module, q, k, v, torch.where(mask, 0.0, -1e30), scaling=0.3)
+    assert torch.equal(added, got)
+    whole, _ = attend(module, q, k, v, None)
+    same, _ = attend(module, q, k, v, torch.ones_like(mask), scaling=8**-0.5)
+    assert torch.equal(whole, same)
     scores = (q.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
     want = (scores.softmax(-1) @ v.double().repeat_interleave(3, 1)).transpose(1, 2)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replayssm.cli import bench_speculative
+from replayssm.cli import bench_e2e, bench_speculative
 from replayssm.cli.args import UsageError, check_backend, number
 from replayssm.cli.bench_args import Progress, check_files, chosen, command, whole_numbers
 
@@ -40,13 +40,14 @@ def add(commands: Any) -> None:
     )
     _add_kernel_options(parser)
     parser.set_defaults(run=run)
-    what = parser.add_subparsers(title="what to time", metavar="[kernels | speculative]", required=False)
+    what = parser.add_subparsers(title="what to time", metavar="[kernels | speculative | e2e]", required=False)
     kernels = what.add_parser(
         "kernels", help="a step of one layer (the default)", argument_default=argparse.SUPPRESS, description=run.__doc__
     )
     _add_kernel_options(kernels)
     kernels.set_defaults(run=run)
     bench_speculative.add(what)
+    bench_e2e.add(what)
 
 
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:

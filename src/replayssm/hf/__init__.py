@@ -127,10 +127,8 @@ def _prepare_cache(
 ) -> Any:
     """Stock's, and then a cache of ours in place of the empty one that it made."""
     given = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
-    if isinstance(given, StaticReplayCache) and given.max_cache_len < max_cache_length:
-        raise ValueError(
-            f"generate: the StaticReplayCache holds {given.max_cache_len} tokens; this text may get {max_cache_length}"
-        )
+    if isinstance(given, StaticReplayCache):
+        given.check_size(max_cache_length)
     result = type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     )
@@ -168,13 +166,13 @@ def _compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
         ids = inputs.get("input_ids")
         if not isinstance(cache, StaticReplayCache) or ids is None or ids.shape[1] != 1 or not cache.recurrent.started:
             return stock(model, compile_config)(**inputs)
+        attachment = model._replayssm
+        attachment.compiled = attachment.compiled or captured.compiled(model)
         why = captured.refuses(cache, inputs)
         if why is not None:
             _log_once(model, f"steps are compiled, but not captured as one CUDA graph: {why}")
-            return stock(model, compile_config)(**inputs)
-        attachment = model._replayssm
-        attachment.compiled = attachment.compiled or captured.compiled(model)
-        cache.step = cache.step or captured.CapturedStep(model, attachment.compiled)
+            return attachment.compiled(**inputs)
+        cache.step = cache.step or captured.CapturedStep(attachment.compiled)
         return cache.step(cache, inputs)
 
     return forward

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import (
@@ -51,10 +50,10 @@ def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
 
 
 class CapturedStep:
-    """Forward passes of one token of ``model`` with one cache."""
+    """Forward passes of one token with one cache; ``forward``: of :func:`compiled`."""
 
-    def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        self.model, self.forward = model, forward
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
         self.key: Any = None
         self.steps = 0  # with this key, up to the capture
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -70,8 +69,7 @@ class CapturedStep:
             self.key, self.steps, self.graph = key, 0, None
         if self.graph is None and self.steps < WARM:
             self.steps += 1
-            with grouped_attention(self.model):
-                return self.forward(cache=cache, **inputs)
+            return self.forward(cache=cache, **inputs)
         if self.graph is None:
             try:
                 self._capture(cache, leaves, spec)  # which runs nothing, so that nothing is lost where it fails
@@ -87,7 +85,7 @@ class CapturedStep:
     def _capture(self, cache: StaticReplayCache, leaves: list[Any], spec: Any) -> None:
         own = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         graph = torch.cuda.CUDAGraph()
-        with grouped_attention(self.model), torch.cuda.graph(graph):
+        with torch.cuda.graph(graph):
             output = self.forward(cache=cache, **tree_unflatten(own, spec))
         self._inputs = [x for x in own if isinstance(x, Tensor)]
         # Without the cache, which holds this object: a cycle would keep a finished cache's memory.
@@ -96,14 +94,21 @@ class CapturedStep:
 
 
 def compiled(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's forward, compiled for steps that :class:`CapturedStep` captures."""
-    return torch.compile(model.__call__, dynamic=False)
+    """The model's forward, compiled for single tokens."""
+    run = torch.compile(model.__call__, dynamic=False)
+
+    def forward(**inputs: Any) -> Any:
+        with grouped_attention(model):
+            return run(**inputs)
+
+    return forward
 
 
 @contextmanager
 def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, a model that uses torch's attention runs :func:`attend`. Stock repeats all keys and values for each query
-    head of their group when it is compiled, and so moves them several times."""
+    head of their group when it is compiled, and so moves them several times. It is set for the time of a call only:
+    what is compiled asks for it, and generate's masks do not."""
     config: Any = model.config
     if config._attn_implementation != "sdpa":
         yield
@@ -128,12 +133,27 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one token ``query [B, heads, 1, dim]``: the query heads that share a key are taken as that many
-    tokens. Anything else goes to stock's."""
-    B, heads, T, _ = query.shape
-    groups = heads // key.shape[1]
+    tokens, in two batched products with scores in float32. With so few rows that is faster than torch's fused kernels,
+    which are made for many (docs/log.md). Anything else goes to stock's."""
+    B, heads, T, dim = query.shape
+    shared = key.shape[1]
     own_heads = attention_mask is not None and attention_mask.shape[1] != 1
-    if T != 1 or groups == 1 or own_heads or kwargs.get("position_bias") is not None:
+    odd = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if T != 1 or own_heads or odd:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    packed = query.reshape(B, key.shape[1], groups, query.shape[3])
-    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(B, 1, heads, value.shape[3]), None
+    q, k, v = query.reshape(B * shared, heads // shared, dim), key.flatten(0, 1), value.flatten(0, 1)
+    scores = _product(q, k.transpose(1, 2)).view(B, shared, heads // shared, -1)
+    scores = scores * (dim**-0.5 if scaling is None else scaling)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1).to(v.dtype).flatten(0, 1)
+    return torch.bmm(weights, v).view(B, 1, heads, value.shape[3]), None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of batches of matrices, not rounded to 16 bits."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a, b, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+    return torch.bmm(a, b)

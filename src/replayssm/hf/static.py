@@ -177,6 +177,18 @@ class StaticReplayCache(StaticCache):
         """Which backend runs the recurrent layers and why, and the ring's geometry."""
         return explain_state(self.recurrent)
 
+    def check_size(self, tokens: int) -> None:
+        """Raises ValueError where generate cannot write a text of ``tokens`` tokens with this cache."""
+        if self.max_cache_len < tokens:
+            raise ValueError(
+                f"generate: the StaticReplayCache holds {self.max_cache_len} tokens; this text may get {tokens}"
+            )
+        if all(self.is_linear) and self.recurrent.started:
+            raise ValueError(
+                "generate: no layer of this model has attention, so its StaticReplayCache does not know how many "
+                "tokens it holds and cannot go on; reset() it, or go on with the default cache"
+            )
+
     def check(self, model: PreTrainedModel, B: int) -> None:
         """Raises where a forward of ``model`` with a batch of ``B`` cannot go on from this cache."""
         if self._model != describe(model):

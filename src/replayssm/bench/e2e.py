@@ -1,0 +1,221 @@
+"""Whole models in transformers' generate: what a decode step takes, with and without replay, and what for."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import replayssm
+from replayssm.hf import Attachment
+
+CYCLE = 16  # steps from fold to fold
+WARM = 8  # steps that are not timed
+
+
+@dataclass(frozen=True)
+class Variant:
+    """compiled: a static cache, and generate's own torch.compile. fold_every: None: stock transformers."""
+
+    compiled: bool
+    fold_every: int | None
+
+
+VARIANTS = {
+    "stock-eager": Variant(False, None),
+    "stock-compiled": Variant(True, None),
+    "replay-eager": Variant(False, CYCLE),
+    "replay-off": Variant(True, 1),
+    "replay-on": Variant(True, CYCLE),
+}
+"""replay-off: our cache and kernels, writing the state in each step. On a CPU nothing is compiled."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A decode step of ``batch`` texts after ``prompt`` tokens.
+
+    ms: median over windows of whole fold cycles; lowest, highest: of these windows. peak_bytes: of device memory, and
+    None on a CPU. floor_ms: weights and recurrent states, read once at the memory's speed. parts: milliseconds of GPU
+    work by what it is for, and idle, from a profile of one cycle; None on a CPU. first_ms: the prompt.
+    warm_s: the first text, compilation included.
+    """
+
+    model: str
+    layers: int
+    variant: str
+    dtype: str
+    state_dtype: str
+    batch: int
+    prompt: int
+    ms: float
+    lowest: float
+    highest: float
+    tokens_per_s: float
+    peak_bytes: int | None
+    weight_bytes: int
+    state_bytes: int
+    floor_ms: float
+    first_ms: float
+    warm_s: float
+    launches: float | None
+    parts: dict[str, float] | None
+
+
+class Stamps(StoppingCriteria):
+    """When each step was done: events on a GPU, so that nothing waits for it; wall time on a CPU."""
+
+    def __init__(self, device: torch.device, tell: Callable[[str], None] | None = None, profile: Any = None) -> None:
+        self.device, self.tell, self.profile = device, tell, profile
+        self.at: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.at.append(event)
+        else:
+            self.at.append(time.perf_counter())
+        n = len(self.at)
+        if self.profile is not None and n == WARM:
+            self.profile.start()
+        if self.profile is not None and n == WARM + CYCLE:
+            self.profile.stop()
+        if self.tell is not None and n % CYCLE == 0:
+            self.tell(f"{n} tokens")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def steps(self) -> list[float]:
+        """Milliseconds of each step after the first."""
+        pairs = list(zip(self.at, self.at[1:], strict=False))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [(b - a) * 1e3 for a, b in pairs]
+
+
+@contextmanager
+def attached(model: Any, variant: Variant, **options: Any) -> Iterator[Attachment | None]:
+    """The model as the variant needs it."""
+    torch.compiler.reset()
+    if variant.fold_every is not None:
+        replayssm.attach(model, fold_every=variant.fold_every, **options)
+    try:
+        yield getattr(model, "_replayssm", None)
+    finally:
+        replayssm.detach(model)
+        model.__dict__.pop("_compiled_call", None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def measure(
+    name: str,
+    model: Any,
+    variant: str,
+    batch: int,
+    *,
+    prompt: int = 64,
+    cycles: int = 4,
+    state_dtype: torch.dtype = torch.float32,
+    read: float,
+    tell: Callable[[str], None] | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> Row:
+    """One row. read: bytes a second that the machine reads. ready: called after the warm-up, before anything is
+    timed."""
+    device, how = model.device, VARIANTS[variant]
+    on_gpu = device.type == "cuda"
+    ids = torch.randint(3, 100, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    new = WARM + CYCLE * cycles + 2
+    static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if how.compiled else {}
+
+    def text(stamps: Stamps) -> Stamps:
+        criteria = StoppingCriteriaList([stamps])
+        with torch.no_grad():
+            model.generate(ids, max_new_tokens=new, do_sample=False, stopping_criteria=criteria, **static)
+        return stamps
+
+    options = dict(state_dtype=state_dtype) if how.fold_every is not None else {}
+    with attached(model, how, **options):
+        start = time.perf_counter()
+        text(Stamps(device, tell))
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        warm = time.perf_counter() - start
+        ready()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        start = time.perf_counter()
+        stamps = text(Stamps(device, tell))
+        steps = stamps.steps()
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+        launches, parts = _parts(text, device) if on_gpu else (None, None)
+    windows = [mean(steps[i : i + CYCLE]) for i in range(WARM, WARM + CYCLE * cycles, CYCLE)]
+    ms = median(windows)
+    if parts is not None:
+        parts["idle"] = max(0.0, ms - sum(parts.values()))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    states = state_bytes(model.config, batch, state_dtype)
+    return Row(
+        model=name, layers=model.config.num_hidden_layers, variant=variant, dtype=str(model.dtype)[6:],
+        state_dtype=str(state_dtype)[6:], batch=batch, prompt=prompt, ms=ms, lowest=min(windows), highest=max(windows),
+        tokens_per_s=batch / ms * 1e3, peak_bytes=peak, weight_bytes=weights, state_bytes=states,
+        floor_ms=(weights + states) / read * 1e3, first_ms=_first(stamps, start), warm_s=warm, launches=launches,
+        parts=parts,
+    )  # fmt: skip
+
+
+def _first(stamps: Stamps, start: float) -> float:
+    """Milliseconds up to the first token; on a GPU events tell no start, so all of it less the steps."""
+    if stamps.device.type == "cuda":
+        return (time.perf_counter() - start) * 1e3 - sum(stamps.steps())
+    return (stamps.at[0] - start) * 1e3
+
+
+PARTS = (
+    ("state", ("prepare_kernel", "read_kernel", "plain_kernel", "fold_kernel")),
+    ("attention", ("sdpa", "flash", "fmha", "attention")),
+    ("weights", ("nvjet", "gemm", "gemv", "cutlass", "cublas", "splitk", "_mm_", "_addmm_", "_bmm_")),
+)
+"""What a kernel is for, by what its name contains. Compiled stock reads its states in kernels that torch made, which
+tell nothing: they are in the rest."""
+
+
+def part(kernel: str) -> str:
+    """The part that a kernel's time belongs to."""
+    low = kernel.lower()
+    return next((name for name, words in PARTS if any(word in low for word in words)), "rest")
+
+
+def _parts(text: Callable[[Stamps], Stamps], device: torch.device) -> tuple[float, dict[str, float]]:
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    text(Stamps(device, profile=profiler))
+    parts = dict.fromkeys([*(name for name, _ in PARTS), "rest"], 0.0)
+    launches = 0
+    for event in profiler.key_averages():
+        parts[part(event.key)] += event.self_device_time_total / CYCLE / 1e3
+        launches += event.count
+    return launches / CYCLE, parts
+
+
+def state_bytes(config: Any, batch: int, dtype: torch.dtype) -> int:
+    """Bytes of all recurrent states of ``batch`` sequences."""
+    layers = sum(kind == "linear_attention" for kind in config.layer_types)
+    if hasattr(config, "linear_num_value_heads"):
+        numel = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    elif hasattr(config, "mamba_num_heads"):
+        numel = config.mamba_num_heads * config.mamba_head_dim * config.ssm_state_size
+    else:
+        numel = config.linear_num_heads * config.linear_head_dim**2
+    return batch * layers * numel * dtype.itemsize
