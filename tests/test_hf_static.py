@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 
 import replayssm
 from replayssm.hf import explain
-from replayssm.hf.captured import CAPTURED, attend
+from replayssm.hf.captured import CAPTURED, Compiled, attend
+from replayssm.hf.merged import LINEAR
 
 transformers.logging.set_verbosity_error()
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
@@ -231,6 +232,43 @@ def test_the_look_at_the_end_is_deferred_for_our_caches_on_a_gpu_only() -> None:
     assert check.is_supported(cuda, ours, False, is_assistant=False)
     replayssm.detach(models[1])
     assert check.is_supported is stock
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "nemotron_h", "zamba2"])
+def test_projections_of_one_input_are_one_product(name: str) -> None:
+    torch.compiler.reset()
+    model, stock = build(name), build(name)
+    replayssm.attach(model, backend=BACKEND)
+
+    def memory() -> int:
+        return sum({(x := p.untyped_storage()).data_ptr(): x.nbytes() for p in model.parameters()}.values())
+
+    before = memory()
+    graphs: list[Any] = []
+    step = Compiled(model, lambda graph, inputs: graphs.append(graph) or graph)
+    cache, theirs = replayssm.StaticReplayCache(model, 32), transformers.DynamicCache(config=stock.config)
+    ids = prompt(model)["input_ids"]
+    with torch.no_grad():
+        model(ids, cache=cache)
+        stock(ids, cache=theirs)
+        for i in range(4):
+            got, want = step(input_ids=ids[:, :1], cache=cache).logits, stock(ids[:, :1], cache=theirs).logits
+            torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+            assert i > 1 or memory() == before
+            if i == 1:  # a change in place, as training makes it
+                for each in (model, stock):
+                    each.get_decoder().layers[0].apply(lambda m: [p.mul_(0.9) for p in m.parameters(recurse=False)])
+            if i == 2:  # a parameter that is replaced: nothing of it may be where it was
+                for each in (model, stock):
+                    for layer in each.get_decoder().layers:
+                        for module in layer.modules():
+                            if isinstance(module, torch.nn.Linear):
+                                module.weight = torch.nn.Parameter(module.weight * 0.8)
+        assert len(graphs) == 2, "compiled once, and again for the replaced parameters"
+    inputs = [[n.args[0] for n in graph.graph.nodes if n.target is LINEAR] for graph in graphs]
+    if name != "zamba2":  # whose blocks share weights, which can be in one group only
+        assert all(len(each) == len(set(each)) for each in inputs)
+    replayssm.detach(model)
 
 
 def test_attention_in_groups_is_attention() -> None:

@@ -43,7 +43,7 @@ class Attachment:
         self.handle = model.register_forward_pre_hook(_give_cache, with_kwargs=True)
         self.logged: set[str] = set()
         self.report: dict[str, str] = {}  # the newest cache writes what it runs on
-        self.compiled: Callable[..., Any] | None = None  # see hf/captured.py
+        self.compiled: captured.Compiled | None = None
 
 
 def attach(
@@ -167,7 +167,7 @@ def _compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
         if not isinstance(cache, StaticReplayCache) or ids is None or ids.shape[1] != 1 or not cache.recurrent.started:
             return stock(model, compile_config)(**inputs)
         attachment = model._replayssm
-        attachment.compiled = attachment.compiled or captured.compiled(model)
+        attachment.compiled = attachment.compiled or captured.Compiled(model)
         why = captured.refuses(cache, inputs)
         if why is not None:
             _log_once(model, f"steps are compiled, but not captured as one CUDA graph: {why}")

@@ -25,6 +25,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from replayssm.hf.merged import Merging
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -50,7 +52,7 @@ def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
 
 
 class CapturedStep:
-    """Forward passes of one token with one cache; ``forward``: of :func:`compiled`."""
+    """Forward passes of one token with one cache; ``forward``: a :class:`Compiled`."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -93,15 +95,23 @@ class CapturedStep:
         self.graph = graph
 
 
-def compiled(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's forward, compiled for single tokens."""
-    run = torch.compile(model.__call__, dynamic=False)
+class Compiled:
+    """The forward of ``model``, compiled for single tokens; ``inner``: see :class:`replayssm.hf.merged.Merging`."""
 
-    def forward(**inputs: Any) -> Any:
-        with grouped_attention(model):
-            return run(**inputs)
+    def __init__(self, model: PreTrainedModel, inner: Callable[..., Any] | None = None) -> None:
+        self.model, self.inner = model, inner
+        self._compile()
 
-    return forward
+    def _compile(self) -> None:
+        self.merging = Merging(self.model, self.inner)
+        self.run = torch.compile(self.model.__call__, dynamic=False, backend=self.merging)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's output."""
+        if not self.merging.valid:
+            self._compile()
+        with grouped_attention(self.model):
+            return self.run(**inputs)
 
 
 @contextmanager
