@@ -132,7 +132,13 @@ def test_first_difference() -> None:
 
 def test_generate_writes_the_same_text_as_stock(checkpoint: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     texts = []
-    for options in ((), ("--no-replay",), ("--fold-every", "1"), ("--backend", "torch", "--dtype", "float32")):
+    for options in (
+        (),
+        ("--no-replay",),
+        ("--fold-every", "1"),
+        ("--backend", "torch", "--dtype", "float32"),
+        ("--compile", "on"),
+    ):
         assert continue_text(checkpoint, "--prompt", "def ", *options) == 0
         shown = capfdbinary.readouterr()
         assert b"20 tokens" in shown.err and b"tokens/s" in shown.err
@@ -188,6 +194,13 @@ def test_stream_hands_on_whole_characters_and_spaces() -> None:
     assert pieces == ["a", "\n", "\n", " ", "é", "\n"]
     stream.end()
     assert "".join(pieces) == "a\n\n é\n\ufffd" and len(stream.tokens) == len(stream.times) == 8
+
+
+def test_stream_counts_its_rate_after_the_warm_up() -> None:
+    for warm, rate in ((1, 3 / 11), (2, 2 / 2), (3, 1 / 1), (4, 0.0)):
+        stream = TextStream(lambda ids: "", lambda text: None, warm=warm)
+        stream.tokens, stream.times = [7] * 4, [0.0, 9.0, 10.0, 11.0]
+        assert stream.rate == pytest.approx(rate)
 
 
 # ------------------------------------------------------------------------------------- doctor, verify, main

@@ -11,6 +11,7 @@ class TextStream:
     """What ``model.generate(streamer=...)`` feeds: hands text on as soon as its last character is complete.
 
     tokens, times: every new token and when it came (``time.perf_counter``). count: told the number of tokens so far.
+    warm: how many tokens come before :attr:`rate` begins to count.
     """
 
     def __init__(
@@ -18,10 +19,11 @@ class TextStream:
         decode: Callable[[Sequence[int]], str],
         write: Callable[[str], None],
         count: Callable[[int], None] | None = None,
+        warm: int = 1,
     ) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
-        self._decode, self._write, self._count = decode, write, count
+        self._decode, self._write, self._count, self._warm = decode, write, count, warm
         self._prompt = True
         self._first = 0  # tokens are decoded from here on, to keep long texts cheap
         self._shown = 0  # characters of that which were handed on
@@ -45,9 +47,10 @@ class TextStream:
     @property
     def rate(self) -> float:
         """Tokens a second after the first new token, so without the prompt's processing; 0 where there is one only."""
-        if len(self.times) < 2:
+        first = self._warm - 1
+        if len(self.times) < first + 2:
             return 0.0
-        return (len(self.times) - 1) / (self.times[-1] - self.times[0])
+        return (len(self.times) - 1 - first) / (self.times[-1] - self.times[first])
 
     def _show(self, final: bool) -> None:
         text = self._decode(self.tokens[self._first :])
