@@ -157,6 +157,7 @@ def measure(
         start = time.perf_counter()
         stamps = text(Stamps(device, tell))
         steps = stamps.steps()
+        first = (time.perf_counter() - start) * 1e3 - sum(steps)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
         launches, parts = _parts(text, device) if on_gpu else (None, None)
     windows = [mean(steps[i : i + CYCLE]) for i in range(WARM, WARM + CYCLE * cycles, CYCLE)]
@@ -169,16 +170,9 @@ def measure(
         model=name, layers=model.config.num_hidden_layers, variant=variant, dtype=str(model.dtype)[6:],
         state_dtype=str(state_dtype)[6:], batch=batch, prompt=prompt, ms=ms, lowest=min(windows), highest=max(windows),
         tokens_per_s=batch / ms * 1e3, peak_bytes=peak, weight_bytes=weights, state_bytes=states,
-        floor_ms=(weights + states) / read * 1e3, first_ms=_first(stamps, start), warm_s=warm, launches=launches,
+        floor_ms=(weights + states) / read * 1e3, first_ms=first, warm_s=warm, launches=launches,
         parts=parts,
     )  # fmt: skip
-
-
-def _first(stamps: Stamps, start: float) -> float:
-    """Milliseconds up to the first token; on a GPU events tell no start, so all of it less the steps."""
-    if stamps.device.type == "cuda":
-        return (time.perf_counter() - start) * 1e3 - sum(stamps.steps())
-    return (stamps.at[0] - start) * 1e3
 
 
 PARTS = (
