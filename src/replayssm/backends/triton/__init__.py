@@ -37,7 +37,7 @@ def verify(
 
 def config(layer: LayerState, T: int) -> LaunchConfig:
     """The launch configuration that :func:`verify` takes for ``T`` new tokens."""
-    device, recurrence = layer.ckpt.device, layer.recurrence
+    recurrence = layer.recurrence
     return launch_config(
         erase=recurrence.erase,
         channel=recurrence.channel,
@@ -45,7 +45,6 @@ def config(layer: LayerState, T: int) -> LaunchConfig:
         K=layer.K,
         V=layer.V,
         T=T,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
     )
 
 
@@ -66,36 +65,43 @@ def launch_verify(
 
     B, T = v.shape[:2]
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
-    channel, erase = layer.recurrence.channel, layer.recurrence.erase
+    channel, erase, device = layer.recurrence.channel, layer.recurrence.erase, v.device
     common = torch.promote_types(q.dtype, k.dtype)  # read as one block
     q, k, v = _dense(q.to(common)), _dense(k.to(common)), _dense(v)
     g = _dense(g) if channel else g
-    BK = power_of_2(K, 16)
-    BC = min(config.BC, BK)
-    X, BR = (2 * T if erase else T), power_of_2(layer.ring.most, 16)
-    width = -(-(X * (BR + T) + T) // 8) * 8  # whole sectors of 32 bytes
-    n_x = B * HV * X * K if channel else 0
-    work_x = layer.ring.scratch.take(n_x + B * HV * width, v.device)
-    work = work_x[n_x:]
-    shape = dict(T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width)
-    prepare_kernel[(B * (HV if channel else H),)](
-        q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, work, work_x,
-        *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
+    X, group, size = (2 * T if erase else T), (1 if channel else HV // H), layer.ckpt.element_size()
+    BK, BR = power_of_2(K, 32), power_of_2(layer.ring.most, 16)
+    width = -(-(X * (BR + T + 1) + BR + 1) // 8) * 8  # whole sectors of 32 bytes
+    sizes = [B * HV * n for n in ((X * K, BR * K, K) if channel else (0, 0, 0))] + [B * HV * width, 4 * B]
+    work_x, keys, decays, work, meta = layer.ring.scratch.take(sum(sizes), device)[: sum(sizes)].split(sizes)
+    meta = meta.view(torch.int32)
+    cuda = device.type == "cuda" and torch.version.cuda is not None
+    tensor_cores = device.type != "cpu" and (not cuda or torch.cuda.get_device_capability(device) >= (8, 0))
+    tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
+    shape = dict(
+        T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width, UPCAST=not tensor_cores,
+        PARTS=1 if not tf32 else 3 if 4 in (q.element_size(), v.element_size()) else 2,
+        PRECISION="tf32" if tf32 else "ieee",
+    )  # fmt: skip
+    prepare_kernel[(B * HV // group,)](
+        q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, meta, work, work_x, keys,
+        decays, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
-        BC=BK if channel and X <= 2 else BC, BX=power_of_2(X), BG=1 if channel else power_of_2(HV // H),
-        BN=power_of_2(X * T) if T <= 4 else 0, AHEAD=config.ahead, num_warps=1, **shape,
+        BC=BK if X <= 2 else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16), GROUP=group,
+        BG=power_of_2(group), LIMIT=layer.ring.limit, AHEAD=config.ahead, num_warps=1, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
-        x = work_x[:n_x].view(B, HV, X, K).transpose(1, 2)
+        x = work_x.view(B, HV, X, K).transpose(1, 2)
         q, k = x[:, :T], x[:, X - T :]
-    sizes = {"v": -(-V // config.BV), "b": B, "h": HV}
-    read_kernel[tuple(sizes[axis] for axis in config.order)](
-        q, k, v, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count, work,
+    grid = {"v": -(-V // config.BV), "b": B, "h": HV}
+    options = {"maxnreg": config.registers} if cuda and config.registers else {}
+    read_kernel[tuple(grid[axis] for axis in config.order)](
+        q, k, v, out, *layer.tensors.values(), keys, meta, work, decays,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
-        V=V, LIMIT=layer.ring.limit, BC=BC, BV=config.BV, BX=power_of_2(X, 16), BF=16,
+        V=V, BC=64 // size if config.dot else 32, BV=config.BV, BX=power_of_2(X, 8), DOT=config.dot,
         AXIS_V=config.order.index("v"), AXIS_B=config.order.index("b"), AXIS_H=config.order.index("h"),
-        DOT=config.dot, UPCAST=v.device.type == "cpu", num_warps=config.num_warps, **shape,
+        num_warps=config.num_warps, **options, **shape,
     )  # fmt: skip
 
 

@@ -1,30 +1,9 @@
-"""The fold, alone or at the end of a step, and what it shares with kernel.py (whose names hold here)."""
+"""Folds: alone or at the end of a step, from the ring or from what prepare.py has left. Names as in kernel.py."""
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _parts(b, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """``b`` as a sum of PARTS blocks of DTYPE; itself alone where it is as narrow."""
-    if b.dtype.primitive_bitwidth <= DTYPE.primitive_bitwidth:
-        return (b.to(DTYPE),)
-    else:
-        out = ()
-        for _ in tl.static_range(PARTS):
-            b_part = b.to(DTYPE)
-            out, b = out + (b_part,), b - b_part.to(b.dtype)
-        return out
-
-
-@triton.jit
-def _dot(a, b, y, PARTS: tl.constexpr):
-    """``y + a @ b`` of two sums of blocks, from the smallest products that count to the largest."""
-    for i in tl.static_range(PARTS - 1, -1, -1):
-        for j in tl.static_range(i, -1, -1):
-            if i - j < len(a) and j < len(b):
-                y = tl.dot(a[i - j], b[j], acc=y, input_precision="ieee")
-    return y
+from replayssm.backends.triton.tiles import dot, load_columns, ordered, parts, unordered
 
 
 @triton.jit
@@ -59,19 +38,61 @@ def absorb(
             b_g = tl.load(p_rg + i_row[:, None] * K + o_k[None, :], mask=m_row, other=0.0)
             # As a product, for a scan goes lane by lane.
             b_later = tl.where(o_r[None, :] > o_r[:, None], 1.0, 0.0).to(DTYPE)
-            b_after = _dot((b_later,), _parts(b_g, PARTS, DTYPE), tl.zeros([BR, BP], tl.float32), PARTS)
+            b_after = dot((b_later,), parts(b_g, PARTS, DTYPE), tl.zeros([BR, BP], tl.float32), PARTS, "ieee")
             b_k = b_k.to(tl.float32) * tl.exp(tl.minimum(b_after, 0.0))
             b_S_decay = tl.exp(tl.sum(b_g, 0))[None, :]
-        keys = _parts(b_k, PARTS, DTYPE)
+        keys = parts(b_k, PARTS, DTYPE)
         for i_f in range(0, BV, BF):
             o_v = i_v * BV + i_f + tl.arange(0, BF)
             m_v = o_v < V
             p_block, m_S = p_S + o_v[:, None] * K + o_k[None, :], m_v[:, None] & (o_k < K)[None, :]
             p_d, m_d = p_rd + o_v[:, None] + i_row[None, :] * V, m_v[:, None] & (o_r < n)[None, :]
             b_d = tl.load(p_d, mask=m_d, other=0.0).to(tl.float32) * b_w[None, :]
-            b_new = _dot(_parts(b_d, PARTS, DTYPE), keys, tl.zeros([BF, BP], tl.float32), PARTS)
+            b_new = dot(parts(b_d, PARTS, DTYPE), keys, tl.zeros([BF, BP], tl.float32), PARTS, "ieee")
             b_new += tl.load(p_block, mask=m_S, other=0.0).to(tl.float32) * b_S_decay
             tl.store(p_block, b_new.to(p_S.dtype.element_ty), mask=m_S)
+
+
+@triton.jit
+def absorb_prepared(
+    p_S, o_v, m_v, ds, o_r, p_keep, p_keys, p_decay, i_head, n,
+    K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, UPCAST: tl.constexpr,
+    BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """:func:`absorb` of rows ``o_v`` with all decays known, in the layouts of kernel.py: d as loaded there, the state
+    as there, so only keys pass from thread to thread."""
+    STATE: tl.constexpr = p_S.dtype.element_ty
+    PARTS: tl.constexpr = 1 if UPCAST else 3 if tl.float32 == STATE else 2
+    DTYPE: tl.constexpr = tl.float32 if UPCAST else tl.float16 if tl.float16 == STATE else tl.bfloat16
+    SOME: tl.constexpr = max(BK // BC // 2, 1)
+    o_l = tl.arange(0, 16)
+    o_p = o_l // 2 % 4 * 4 + o_l // 8 * 2 + o_l % 2  # the row that products count as number o_l
+    decay, ws = 1.0 if CHANNEL else tl.load(p_keep + BR), ()
+    for j in tl.static_range(BR // 16):
+        b_keep = tl.load(p_keep + j * 16 + o_r)  # 0 past the last row
+        ws = ws + (parts(ordered(ds[j].to(tl.float32) * b_keep[:, None, :], 2), PARTS, DTYPE),)
+    for i_some in tl.static_range(0, BK // BC, SOME):  # all loads of SOME pieces first, as none can pass a store
+        blocks, rows, fades = (), (), ()
+        for i in tl.static_range(i_some, i_some + SOME):
+            o_a = i * BC + tl.arange(0, BC)
+            for j in tl.static_range(BR // 16):
+                i_r = j * 16 + o_p
+                p_key = p_keys + (i_r if CHANNEL else (i_head + i_r) % R)[:, None] * K + o_a[None, :]
+                m_key = (i_r < n)[:, None] & ((o_a < K) | (K == BK))[None, :]
+                rows = rows + (tl.load(p_key, mask=m_key, other=0.0),)
+            blocks = blocks + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC),)
+            if CHANNEL:
+                o_c = i * BC + tl.arange(0, 4)[:, None] * (BC // 4) + tl.arange(0, BC // 4)[None, :]
+                fades = fades + (tl.load(p_decay + o_c, mask=(o_c < K) | (K == BK), other=0.0),)
+        for i in tl.static_range(SOME):
+            b_add = tl.zeros([BV, BC], tl.float32)
+            for j in tl.static_range(BR // 16):
+                b_key = tl.permute(tl.reshape(rows[i * (BR // 16) + j], [16, 4, BC // 8, 2]), [0, 2, 1, 3])
+                b_add = dot(ws[j], parts(tl.reshape(b_key, [16, BC]), PARTS, DTYPE), b_add, PARTS, "ieee")
+            b_S = blocks[i].to(tl.float32) * (fades[i][:, None, :] if CHANNEL else decay) + unordered(b_add, 2)
+            o_c = (i_some + i) * BC + tl.arange(0, 4)[:, None] * (BC // 4) + tl.arange(0, BC // 4)[None, :]
+            p_block, m_c = (p_S + o_v * K)[None, :, None] + o_c[:, None, :], (o_c < K) | (K == BK)
+            tl.store(p_block, b_S.to(STATE), mask=m_v[None, :, None] & m_c[:, None, :])
 
 
 @triton.jit

@@ -1,0 +1,70 @@
+"""Blocks loaded as products on tensor cores want them, and products of more than 16 bits. Names as in kernel.py.
+
+In such a product a thread has numbers from a few columns of a row. Which ones is fixed, but how columns are counted is
+not: a sum has no order. So a block of C columns is loaded as [4, rows, C / 4], each thread C / 4 neighbours (of a state
+16 bytes), and counted in the order in which products would have given it those. No number has to change threads."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_columns(p, m_row, i: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    """Columns ``[i C, (i + 1) C)`` of the rows at ``p``: [4, rows, C / 4]."""
+    o_c = i * C + tl.arange(0, 4)[:, None] * (C // 4) + tl.arange(0, C // 4)[None, :]
+    m_c = (o_c < K) | (K == BK)
+    return tl.load(p[None, :, None] + o_c[:, None, :], mask=m_row[None, :, None] & m_c[:, None, :], other=0.0)
+
+
+@triton.jit
+def ordered(b, W: tl.constexpr):
+    """Of ``[4, rows, C / 4]`` the block ``[rows, C]`` as products count columns, W at a time to each of 4 threads."""
+    M: tl.constexpr = b.shape[1]
+    E: tl.constexpr = b.shape[2]
+    return tl.reshape(tl.permute(tl.reshape(b, [4, M, E // W, W]), [1, 2, 0, 3]), [M, 4 * E])
+
+
+@triton.jit
+def unordered(b, W: tl.constexpr):
+    """The inverse of :func:`ordered`."""
+    M: tl.constexpr = b.shape[0]
+    E: tl.constexpr = b.shape[1] // 4
+    return tl.reshape(tl.permute(tl.reshape(b, [M, E // W, 4, W]), [2, 0, 1, 3]), [4, M, E])
+
+
+@triton.jit
+def parts(b, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """``b`` as a sum of PARTS blocks of DTYPE, of float32 as tensor cores take it (the upper 19 bits); itself alone
+    where it is narrow."""
+    if b.dtype.primitive_bitwidth <= 16 or PARTS == 1:
+        return (b.to(DTYPE),)
+    else:
+        out = ()
+        for _ in tl.static_range(PARTS - 1):
+            if tl.float32 == DTYPE:
+                b_part = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            else:
+                b_part = b.to(DTYPE)
+            out, b = out + (b_part,), b - b_part.to(tl.float32)
+        return out + (b.to(DTYPE),)
+
+
+@triton.jit
+def dot(a, b, y, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """``y + a @ b`` of two sums of blocks, from the smallest products that count to the largest."""
+    for i in tl.static_range(PARTS - 1, -1, -1):
+        for j in tl.static_range(i, -1, -1):
+            if i - j < len(a) and j < len(b):
+                y = tl.dot(a[i - j], b[j], acc=y, input_precision=PRECISION)
+    return y
+
+
+@triton.jit
+def add_product(b_y, a, b, STATE: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """``b_y + a @ b^T``. Of what is exact to float32 (STATE), ``a`` in parts too, and each product from 0, as tensor
+    cores truncate while they add; 16 bits need neither."""
+    if tl.float32 == STATE:
+        aa, bb = parts(a, PARTS, DTYPE), parts(tl.trans(b), PARTS, DTYPE)
+        return b_y + dot(aa, bb, tl.zeros_like(b_y), PARTS, PRECISION)
+    else:
+        return dot(parts(a, 1, DTYPE), parts(tl.trans(b), 2, DTYPE), b_y, 2, PRECISION)
