@@ -80,6 +80,7 @@ class Bench:
         self.device = torch.device(device)
         self.clock = clock or Clock(self.device)
         self._plain: dict[Any, Timed] = {}
+        self._right: dict[Any, list[Any]] = {}  # configurations of the plain kernel, which do not depend on the batch
 
     def measure(self, case: Case, backend: str = "auto") -> Row:
         """Checks a backend on ``case`` (WrongKernel where it breaks the rule), then times it. Raises ValueError where a
@@ -118,19 +119,20 @@ class Bench:
             yield load("sequential").verify
             return
         triton = importlib.import_module("replayssm.backends.triton")
-        small, wrong = dataclasses.replace(case, batch=min(case.batch, 3)), None
-        right = 0
-        for config in plain_configs(K=case.shape.K, V=case.shape.V):
-            verify: Verify = partial(triton.launch_plain, config=config)
-            try:
-                check_case(small, verify, triton.fold, self.device, f"the plain kernel with {config}")
-            except WrongKernel as error:
-                wrong = error
-                continue
-            right += 1
-            yield verify
-        if not right and wrong is not None:
-            raise wrong
+        small = dataclasses.replace(case, batch=3)
+        if small not in self._right:
+            right, wrong = [], None
+            for config in plain_configs(K=case.shape.K, V=case.shape.V):
+                verify: Verify = partial(triton.launch_plain, config=config)
+                try:
+                    check_case(small, verify, triton.fold, self.device, f"the plain kernel with {config}")
+                    right.append(config)
+                except WrongKernel as error:
+                    wrong = error
+            if not right and wrong is not None:
+                raise wrong
+            self._right[small] = right
+        yield from (partial(triton.launch_plain, config=config) for config in self._right[small])
 
 
 class Rotation:
