@@ -88,7 +88,7 @@ def launch_verify(
         decays, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
         BC=BK if X <= 2 else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16), GROUP=group,
-        BG=power_of_2(group), LIMIT=layer.ring.limit, AHEAD=config.ahead, num_warps=1, **shape,
+        BG=power_of_2(group), LIMIT=layer.ring.limit, num_warps=1, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x.view(B, HV, X, K).transpose(1, 2)

@@ -10,15 +10,14 @@ class LaunchConfig:
     """BV: state rows a program of the read kernel, 16 at least; num_warps: its warps; order: how programs run through
     blocks of V, rows of the batch and heads, fastest first.
     dot: products on tensor cores, else multiply-adds (of one token, decay by head only); registers: what a thread may
-    take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. ahead: ring rows that the prepare
-    kernel loads at once, decay by channel. BC: the plain kernel's columns a row that go to different threads."""
+    take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. BC: the plain kernel's columns a
+    row that go to different threads."""
 
     BV: int
     num_warps: int = 1
     BC: int = 32
     dot: bool = True
     order: str = "vhb"
-    ahead: int = 4
     registers: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +46,6 @@ def candidates(*, erase: bool, channel: bool, state_bits: int, K: int, V: int, T
     configs = [_fit(BV, state_bits=state_bits, K=K, V=V, T=T) for BV in (16, 32, 64)]
     configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vbh", "bvh")]
     configs += [replace(first, registers=registers) for registers in ((None, 96) if first.dot else ())]
-    configs += [replace(first, ahead=ahead) for ahead in ((2, 8) if channel else ())]
     return [first] + [config for i, config in enumerate(configs) if config not in [first, *configs[:i]]]
 
 

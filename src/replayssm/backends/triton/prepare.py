@@ -17,12 +17,12 @@ def prepare_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LIMIT: tl.constexpr,
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
-    WIDTH: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
 
     meta, work, keys, decays: see kernel.py. work_x [B, HV, X, K] float32, CHANNEL only: queries, then keys, decayed
-    down to the checkpoint (so scale is 1). AHEAD: ring rows loaded at once, CHANNEL only."""
+    down to the checkpoint (so scale is 1)."""
     X: tl.constexpr = 2 * T if ERASE else T
     pid = tl.program_id(0)
     i_h, i_b = (pid % (HV // GROUP)) * GROUP, (pid // (HV // GROUP)).to(tl.int64)  # first value head
@@ -53,7 +53,7 @@ def prepare_kernel(
         _by_channel(
             p_x, p_k, w + i_b * s_wb + i_h * s_wh, p_g, p_rk, ring_w + i_slot * s_rwn + i_h * s_rwh, p_rg,
             work + i_bh * WIDTH, work_x + i_bh * X * K + o_k, keys + i_bh * BR * K + o_k, decays + i_bh * K + o_k,
-            i_head, n, due, o_k, m_k, o_r, o_x, s_kt, s_wt, s_gt, T, X, K, R, BR, AHEAD,
+            i_head, n, due, o_k, m_k, o_r, o_x, s_kt, s_wt, s_gt, T, X, K, R, BR,
         )  # fmt: skip
     else:
         p_g, p_rg = p_g + o_h * s_gh, p_rg + o_h * s_rgh
@@ -129,9 +129,9 @@ def _by_head(
 def _by_channel(
     p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, p_out, p_keys, p_decay, i_head, n, due, o_k, m_k, o_r, o_x,
     s_kt, s_wt, s_gt,
-    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
+    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """All vectors in one block [BX, NC, BC], as they decay by channel."""
+    """All vectors in one block [BX, NC, BC], as they decay by channel; four ring rows at a time."""
     o_t, m_x = o_x % T, (o_x < X)[:, None, None] & m_k[None, :, :]
     b_x = tl.load(p_x[:, None, None] + o_k[None, :, :], mask=m_x, other=0.0).to(tl.float32)
     for i in range(T):
@@ -142,21 +142,27 @@ def _by_channel(
         b_near = tl.where(o_t + tl.where(o_x < T, 1, 0) > j, b_near, 0.0)  # a key reads what came before it
         tl.store(p_work + X * BR + j * X + o_x, b_near, mask=o_x < X)
         b_x = tl.where((o_t >= j)[:, None, None], b_x * tl.exp(b_g)[None, :, :], b_x)
-    b_back, b_far = tl.zeros(o_k.shape, tl.float32), tl.zeros([o_x.shape[0], BR], tl.float32)
-    for i in range(0, n, AHEAD):
-        rows = ()
-        for a in tl.static_range(AHEAD):
+    b_back, o_a = tl.zeros(o_k.shape, tl.float32), tl.arange(0, 4)
+    for i in range(0, n, 4):
+        rows, ones = (), ()
+        for a in tl.static_range(4):
             i_old = (i_head + tl.maximum(n - 1 - i - a, 0)) % R  # past the oldest row: that again, without decay
             b_g = tl.where(n > i + a, tl.load(p_rg + i_old * K + o_k, mask=m_k, other=0.0), 0.0)
             rows = rows + (tl.load(p_rk + i_old * K + o_k, mask=m_k, other=0.0), b_g)
-        for a in tl.static_range(AHEAD):
+        o_old = n - 1 - i - o_a
+        b_keep = tl.load(p_rw + (i_head + o_old) % R, mask=o_old >= 0, other=0.0)
+        for a in tl.static_range(4):
             b_k = rows[2 * a].to(tl.float32) * tl.exp(b_back)
-            b_one = tl.sum(tl.sum(b_x * b_k[None, :, :], 1), 1)
-            b_far = tl.where((o_r == n - 1 - i - a)[None, :], b_one[:, None], b_far)
+            ones = ones + (tl.sum(tl.sum(b_x * b_k[None, :, :], 1), 1),)
             b_back += rows[2 * a + 1]
             tl.store(p_keys + (n - 1 - i - a) * K, b_k, mask=o_k < tl.where(n > i + a, K * due, 0))
+        b_far = tl.join(tl.join(ones[0], ones[2]), tl.join(ones[1], ones[3]))  # [BX, 2, 2]
+        b_far = tl.reshape(b_far, [o_x.shape[0], 4]) * b_keep[None, :]
+        m_far = (o_x < X)[:, None] & (o_old >= 0)[None, :]
+        tl.store(p_work + o_x[:, None] * BR + o_old[None, :], b_far, mask=m_far)
+    m_dead = (o_x < X)[:, None] & (o_r >= n)[None, :]
+    tl.store(p_work + o_x[:, None] * BR + o_r[None, :], tl.zeros([o_x.shape[0], BR], tl.float32), mask=m_dead)
     b_keep = tl.load(p_rw + (i_head + o_r) % R, mask=o_r < n, other=0.0)
-    tl.store(p_work + o_x[:, None] * BR + o_r[None, :], b_far * b_keep[None, :], mask=(o_x < X)[:, None])
     b_decay = tl.exp(b_back)
     tl.store(p_out[None, :, :] + o_x[:, None, None] * K, b_x * b_decay[None, :, :], mask=m_x)
     tl.store(p_work + X * (BR + T + 1) + o_r, b_keep, mask=o_r < BR * due)
