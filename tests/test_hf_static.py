@@ -271,6 +271,26 @@ def test_projections_of_one_input_are_one_product(name: str) -> None:
     replayssm.detach(model)
 
 
+def test_where_merging_fails_a_step_is_compiled_without(
+    small: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise AssertionError("torch hands graphs over in another way")
+
+    monkeypatch.setattr("replayssm.hf.merged.GraphModule", broken)
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **k: original(f, **{"backend": "eager"} | k))
+    torch.compiler.reset()
+    cache, ids = replayssm.StaticReplayCache(small, 32), prompt(small)["input_ids"]
+    other = replayssm.StaticReplayCache(small, 32)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "replayssm"):
+        for each in (cache, other):
+            small(ids, cache=each)
+        got, want = Compiled(small)(input_ids=ids[:, :1], cache=cache).logits, small(ids[:, :1], cache=other).logits
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    assert "projections are not merged" in caplog.text
+
+
 def test_attention_in_groups_is_attention() -> None:
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, heads, n, 8, generator=gen) for heads, n in ((6, 1), (2, 11), (2, 11)))

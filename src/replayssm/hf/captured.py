@@ -8,12 +8,14 @@ reads them. That is so where layers keep all their counts on the device, see :da
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import (
     DummyLayer,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from replayssm.hf.static import StaticReplayCache
+
+_log = logging.getLogger("replayssm")
 
 CAPTURED = (StaticLayer, LinearAttentionLayer, LinearAttentionAndStaticFullAttentionLayer, DummyLayer)
 """Layers of a cache whose steps are the same whatever the length. Sliding layers, say, count on the host."""
@@ -100,18 +104,28 @@ class Compiled:
 
     def __init__(self, model: PreTrainedModel, inner: Callable[..., Any] | None = None) -> None:
         self.model, self.inner = model, inner
-        self._compile()
+        self.merging: Merging | None = Merging(model, inner)
+        self._run = self._compile()
 
-    def _compile(self) -> None:
-        self.merging = Merging(self.model, self.inner)
-        self.run = torch.compile(self.model.__call__, dynamic=False, backend=self.merging)
+    def _compile(self) -> Callable[..., Any]:
+        assert self.merging is not None
+        return torch.compile(self.model.__call__, dynamic=False, backend=self.merging)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output."""
-        if not self.merging.valid:
-            self._compile()
+        if self.merging is not None and not self.merging.valid:
+            self.merging = Merging(self.model, self.inner)
+            self._run = self._compile()
         with grouped_attention(self.model):
-            return self.run(**inputs)
+            try:
+                return self._run(**inputs)
+            except BackendCompilerFailed as error:
+                # Merging leans on how torch hands graphs over. Where it fails before anything has run, go on without.
+                if self.merging is None or self.merging.compiled:
+                    raise
+                _log.warning("replayssm: projections are not merged: %s", str(error).splitlines()[0])
+                self.merging, self._run = None, torch.compile(self.model.__call__, dynamic=False)
+                return self._run(**inputs)
 
 
 @contextmanager

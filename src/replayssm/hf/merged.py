@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 LINEAR: Any = torch._C._nn.linear  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -25,24 +25,48 @@ class Merging:
         self._model, self._inner = model, inner
         self._names = {id(weight): name for name, weight in model.named_parameters()}
         self._groups: dict[tuple[str, ...], Tensor] = {}  # names of parameters, and where they are
+        self.compiled = 0  # graphs so far
 
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        holds = dict(zip((n for n in graph.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    def __call__(self, traced: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        copy = Graph()  # for torch looks into its own again
+        copy.output(copy.graph_copy(traced.graph, {}))
+        graph = GraphModule(traced, copy)
+        nodes = list(graph.graph.nodes)
+        holds = dict(zip((node for node in nodes if node.op == "placeholder"), inputs, strict=True))
         by_input: dict[Node, list[Node]] = {}
-        for node in graph.graph.nodes:
+        for node in nodes:
             if node.op == "call_function" and node.target is LINEAR and self._suits(node, holds):
                 by_input.setdefault(node.args[0], []).append(node)
-        for nodes in by_input.values():
-            kinds = {holds[node.args[1]].dtype for node in nodes}
-            if len(nodes) > 1 and len(kinds) == 1:
-                self._merge(graph, nodes, [holds[node.args[1]] for node in nodes])
+        products: dict[tuple[str, ...], list[list[Node]]] = {}  # with the same weights, each of another input
+        for group in by_input.values():
+            names = tuple(self._names[id(holds[node.args[1]])] for node in group)
+            if len(set(names)) == len(group) > 1 and len({holds[node.args[1]].dtype for node in group}) == 1:
+                products.setdefault(names, []).append(group)
+        merged: list[Tensor] = []
+        for names, groups in products.items():
+            weights = {node.args[1]: None for group in groups for node in group}
+            uses = {user for weight in weights for user in weight.users}  # pyright: ignore
+            if uses == {node for group in groups for node in group} and self._move(names):
+                held = self._input(graph, f"merged_{len(merged)}")
+                merged.append(self._groups[names])
+                for group in groups:
+                    self._replace(graph, group, held, [holds[node.args[1]].shape[0] for node in group])
+        # The weights themselves are inputs no more: torch took down where they lay before they were moved.
+        used = [i for i, node in enumerate(holds) if node.users]
+        for node in holds:
+            if not node.users:
+                graph.graph.erase_node(node)
         graph.graph.lint()
         graph.recompile()
+        inputs = [*(inputs[i] for i in used), *merged]
         if self._inner is not None:
-            return self._inner(graph, inputs)
-        from torch._inductor.compile_fx import compile_fx
+            run = self._inner(graph, inputs)
+        else:
+            from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, list(inputs))  # pyright: ignore[reportReturnType]
+            run = compile_fx(graph, inputs)
+        self.compiled += 1
+        return lambda *args: run(*(args[i] for i in used), *merged)  # pyright: ignore[reportCallIssue]
 
     @property
     def valid(self) -> bool:
@@ -61,20 +85,29 @@ class Merging:
         weight: Any = holds.get(node.args[1])  # pyright: ignore
         return bias is None and id(weight) in self._names and weight.is_contiguous()
 
-    def _merge(self, graph: GraphModule, nodes: list[Node], weights: list[Tensor]) -> None:
-        names, rows = tuple(self._names[id(weight)] for weight in weights), [weight.shape[0] for weight in weights]
-        if names not in self._groups:
-            if any(name in other for other in self._groups for name in names):
-                return  # a weight that is in another group already
-            with torch.no_grad():
-                merged = self._groups[names] = torch.cat(list(weights))
-                for weight, view in zip(weights, merged.split(rows), strict=True):
-                    weight.data = view
-        held = f"merged_{list(self._groups).index(names)}"
-        if not hasattr(graph, held):
-            graph.register_buffer(held, self._groups[names])
+    def _move(self, names: tuple[str, ...]) -> bool:
+        """Moves these weights into one tensor; False where one of them is in another already."""
+        if names in self._groups:
+            return True
+        if any(name in other for other in self._groups for name in names):
+            return False
+        weights = [self._model.get_parameter(name) for name in names]
+        with torch.no_grad():
+            merged = self._groups[names] = torch.cat([weight.data for weight in weights])
+            for weight, view in zip(weights, merged.split([w.shape[0] for w in weights]), strict=True):
+                weight.data = view
+        return True
+
+    def _input(self, graph: GraphModule, name: str) -> Node:
+        """One more input, behind the others."""
+        last = next(node for node in reversed(graph.graph.nodes) if node.op == "placeholder")
+        with graph.graph.inserting_after(last):
+            return graph.graph.placeholder(name)
+
+    def _replace(self, graph: GraphModule, nodes: list[Node], held: Node, rows: list[int]) -> None:
+        """One product for all of these, which have their input in common."""
         with graph.graph.inserting_before(nodes[0]):
-            whole = graph.graph.call_function(LINEAR, (nodes[0].args[0], graph.graph.get_attr(held)))
+            whole = graph.graph.call_function(LINEAR, (nodes[0].args[0], held))
             parts = graph.graph.call_function(torch.split, (whole, rows, -1))
             for i, node in enumerate(nodes):
                 node.replace_all_uses_with(graph.graph.call_function(getitem, (parts, i)))
