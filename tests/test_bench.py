@@ -258,7 +258,7 @@ def test_a_quick_run_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
         (["--tune"], "--tune tries Triton's launch configurations and needs a GPU"),
         (["--plot", "x.doc"], "--plot cannot write 'x.doc'; valid suffixes: "),
         (["--out", "no/such/rows.json"], "does not exist"),
-        (["e2e"], "invalid choice: 'e2e'"),
+        (["train"], "invalid choice: 'train'"),
     ],
 )
 def test_bad_input_is_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
