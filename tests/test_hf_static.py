@@ -13,6 +13,7 @@ from tiny_models import BACKEND, BUILDERS, build
 from torch._dynamo.utils import counters
 
 import replayssm
+from replayssm.auto import FoldEvery
 from replayssm.hf import explain
 from replayssm.hf.captured import CAPTURED, Compiled, attend
 from replayssm.hf.merged import LINEAR
@@ -289,6 +290,19 @@ def test_where_merging_fails_a_step_is_compiled_without(
         got, want = Compiled(small)(input_ids=ids[:, :1], cache=cache).logits, small(ids[:, :1], cache=other).logits
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
     assert "projections are not merged" in caplog.text
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_how_often_states_are_written_is_chosen_and_said(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("kimi_linear")
+    model.generation_config.eos_token_id = None
+    want = generate(model, prompt(model))
+    chosen = FoldEvery(tokens, "it was told to")
+    monkeypatch.setattr("replayssm.hf.static.fold_every", lambda spec, rows, device: chosen)
+    replayssm.attach(model, backend=BACKEND)
+    assert torch.equal(generate(model, prompt(model), cache_implementation="static", disable_compile=True), want)
+    assert f"a fold after {tokens} tokens, window 1 (static cache; it was told to)" in explain(model)
+    replayssm.detach(model)
 
 
 def test_attention_in_groups_is_attention() -> None:

@@ -22,20 +22,22 @@ WARM = 8  # steps that are not timed
 
 @dataclass(frozen=True)
 class Variant:
-    """compiled: a static cache, and generate's own torch.compile. fold_every: None: stock transformers."""
+    """compiled: a static cache, and generate's own torch.compile. attaching: None: stock transformers."""
 
     compiled: bool
-    fold_every: int | None
+    attaching: dict[str, Any] | None
 
 
 VARIANTS = {
     "stock-eager": Variant(False, None),
     "stock-compiled": Variant(True, None),
-    "replay-eager": Variant(False, CYCLE),
-    "replay-off": Variant(True, 1),
-    "replay-on": Variant(True, CYCLE),
+    "replay-eager": Variant(False, dict(fold_every=CYCLE)),
+    "replay-off": Variant(True, dict(fold_every=1)),
+    "replay-on": Variant(True, dict(fold_every=CYCLE)),
+    "replay-auto": Variant(True, {}),
 }
-"""replay-off: our cache and kernels, writing the state in each step. On a CPU nothing is compiled."""
+"""replay-off: our cache and kernels, writing the state in each step; auto: what attach chooses of the two. On a CPU
+nothing is compiled."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class Stamps(StoppingCriteria):
 def attached(model: Any, variant: Variant, **options: Any) -> Iterator[Attachment | None]:
     """The model as the variant needs it."""
     torch.compiler.reset()
-    if variant.fold_every is not None:
-        replayssm.attach(model, fold_every=variant.fold_every, **options)
+    if variant.attaching is not None:
+        replayssm.attach(model, **variant.attaching | options)
     try:
         yield getattr(model, "_replayssm", None)
     finally:
@@ -144,8 +146,7 @@ def measure(
             model.generate(ids, max_new_tokens=new, do_sample=False, stopping_criteria=criteria, **static)
         return stamps
 
-    options = dict(state_dtype=state_dtype) if how.fold_every is not None else {}
-    with attached(model, how, **options):
+    with attached(model, how, state_dtype=state_dtype):
         start = time.perf_counter()
         text(Stamps(device, tell))
         if on_gpu:

@@ -41,8 +41,8 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--backend", default="auto", metavar="NAME", help="auto, or a name that 'replayssm doctor' lists"
     )
     parser.add_argument(
-        "--fold-every", type=number(int, 1), default=16, metavar="N",
-        help="write the state once in N tokens (default: 16; 1 is the plain recurrence)",
+        "--fold-every", type=number(int, 1), metavar="N",
+        help="write the state once in N tokens (default: 16, or 1, the plain recurrence, where that is faster)",
     )  # fmt: skip
 
 

@@ -39,7 +39,11 @@ def add(commands: Any) -> None:
         parser.add_argument(f"--{option}", metavar="A,B", help=help, **own)
 
     some("config", "models with random weights (default: qwen3.5-4b; on a CPU tiny-gdn)", default=None)
-    some("variant", "stock-eager, stock-compiled, replay-eager, replay-off, replay-on (default: all)", default=None)
+    some(
+        "variant",
+        "stock-eager, stock-compiled, replay-eager, replay-off, replay-on, replay-auto (default: all)",
+        default=None,
+    )
     some("batch", "sequences (default: 1,32,128,256; on a CPU 1,8)")
     whole = number(int, 1)
     parser.add_argument("--layers", type=whole, metavar="N", default=None, help="keep the first N layers only")

@@ -49,7 +49,7 @@ class Attachment:
 def attach(
     model: PreTrainedModel,
     *,
-    fold_every: int = 16,
+    fold_every: int | None = None,
     window: int | None = None,
     state_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
@@ -57,11 +57,12 @@ def attach(
 ) -> PreTrainedModel:
     """Lets ``model`` decode through a :class:`ReplayCache`; returns the model. Undone by :func:`detach`.
 
-    fold_every: tokens between two writes of a checkpoint. window: how many of the last tokens ``cache.crop`` can always
-    take back; None: none in plain decoding. Where generate asks the cache to record (assisted decoding), as many as its
-    number of drafts needs, if that is more. state_dtype: of the checkpoints. backend: "auto" or a name from
-    ``replayssm.backends.names()``. exact_dt_limit: clamp Mamba-2's dt in every step; by default only where stock
-    transformers does, in prompts.
+    fold_every: tokens between two writes of a checkpoint; None: 16, or 1 in a static cache for which
+    :func:`replayssm.auto.fold_every` finds the plain recurrence faster. window: how many of the last tokens
+    ``cache.crop`` can always take back; None: none in plain decoding. Where generate asks the cache to record (assisted
+    decoding), as many as its number of drafts needs, if that is more. state_dtype: of the checkpoints. backend: "auto"
+    or a name from ``replayssm.backends.names()``. exact_dt_limit: clamp Mamba-2's dt in every step; by default only
+    where stock transformers does, in prompts.
 
     A model that is attached already stays as it is if the options are the same. Raises ValueError for an unsupported
     model type or option, TypeError for what is not a transformers model, and RuntimeError for a release of transformers

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replayssm.auto import FOLD_EVERY
 from replayssm.layer import FLOATS
 
 
@@ -13,14 +14,14 @@ from replayssm.layer import FLOATS
 class Options:
     """What :func:`replayssm.attach` was called with; see there."""
 
-    fold_every: int = 16
+    fold_every: int | None = None
     window: int | None = None
     state_dtype: torch.dtype = torch.float32
     backend: str = "auto"
     exact_dt_limit: bool = False
 
     def __post_init__(self) -> None:
-        if self.fold_every < 1 or (self.window is not None and self.window < 1):
+        if any(n is not None and n < 1 for n in (self.fold_every, self.window)):
             raise ValueError(
                 f"attach: fold_every and window must be at least 1; got fold_every={self.fold_every}, "
                 f"window={self.window}"
@@ -28,3 +29,8 @@ class Options:
         if self.state_dtype not in FLOATS:
             valid = ", ".join(str(t) for t in FLOATS)
             raise ValueError(f"attach: state_dtype must be one of {valid}; got {self.state_dtype}")
+
+    @property
+    def folds(self) -> int:
+        """fold_every, where a ring is needed whatever is faster."""
+        return FOLD_EVERY if self.fold_every is None else self.fold_every

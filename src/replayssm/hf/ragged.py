@@ -107,7 +107,7 @@ class RaggedState(RecurrentState):
     def _build(self, N: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.pool = StatePool(
-                N, fold_every=self.options.fold_every + self.back, window=self.window, width=1, device=device,
+                N, fold_every=self.options.folds + self.back, window=self.window, width=1, device=device,
                 backend=self.options.backend, stagger=False,  # _rows follows the cursors
             )  # fmt: skip
             if self.back > self.pool.ring.limit:

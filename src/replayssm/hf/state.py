@@ -304,7 +304,7 @@ class RecurrentState:
         with torch.inference_mode(False):
             self.pool = StatePool(
                 N,
-                fold_every=self.options.fold_every + self.keep,
+                fold_every=self.options.folds + self.keep,
                 window=max(self.keep, 1),
                 width=1,  # convolutions are kept apart: see Window
                 device=device,

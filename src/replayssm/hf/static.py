@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 
 from replayssm import ops
+from replayssm.auto import fold_every
 from replayssm.hf.captured import CapturedStep
 from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient
 from replayssm.hf.options import Options
@@ -38,7 +39,6 @@ class StaticState:
     """
 
     recording = False
-    purpose = "static cache"
 
     def __init__(
         self,
@@ -52,11 +52,12 @@ class StaticState:
         self.states: dict[int, LayerState] = {}
         self.specs: dict[int, LayerSpec] = {}
         self.started = False
+        self.purpose = "static cache"
 
     def plan(self, layer: int, T: int, B: int, device: torch.device) -> Step:
         """How a forward of ``T`` tokens goes; at its first layer, the ring is emptied for one that is absorbed."""
         if self.pool is None:
-            self._build(B, device)  # pyright: ignore[reportAttributeAccessIssue]
+            self._rows, self._device = B, device
         self.check_batch(B)
         if T > 1 and self.started and layer == self.layers[0]:
             self._fold()  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,6 +65,8 @@ class StaticState:
 
     def layer(self, layer: int, spec: LayerSpec) -> LayerState:
         """The layer's memory, allocated at its first call."""
+        if self.pool is None:
+            self._build(spec)  # pyright: ignore[reportAttributeAccessIssue]
         known = self.specs.get(layer)
         if known is None:
             self._add(layer, spec)  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,11 +123,13 @@ class StaticState:
         self._pool.fold(self.slots)
 
     @torch.compiler.disable
-    def _build(self, N: int, device: torch.device) -> None:
+    def _build(self, spec: LayerSpec) -> None:
+        N, device, every = self._rows, self._device, self.options.fold_every
+        if every is None:
+            chosen = fold_every(spec, N, device)
+            every, self.purpose = chosen.tokens, f"static cache; {chosen.reason}"
         with torch.inference_mode(False):
-            self.pool = StatePool(
-                N, fold_every=self.options.fold_every, width=1, device=device, backend=self.options.backend
-            )
+            self.pool = StatePool(N, fold_every=every, width=1, device=device, backend=self.options.backend)
             self.slots = torch.arange(N, dtype=torch.int32, device=device)
         _stay(self.slots, self.pool.ring.head, self.pool.ring.count)
 
