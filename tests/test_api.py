@@ -22,8 +22,8 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 # A module imports earlier ones only. Everything a layer stands on comes before it; what people call comes last.
 ORDER = [
     "recurrence", "gates", "ring", "layer", "auto", "reference", "checks", "traffic", "quantize", "backends", "library",
-    "ops", "conv", "pool", "tree", "testing", "planner", "speculative", "lookup", "prefix_cache", "hf", "tiny", "engine",
-    "bench", "cli", "__main__",
+    "ops", "conv", "pool", "tree", "testing", "planner", "speculative", "lookup", "prefix_cache", "hf", "tiny",
+    "engine", "bench", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = ("transformers", "numba", "triton", "rich", "fastapi", "safetensors", "hypothesis", "pytest")
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -118,6 +118,16 @@ def test_gpu_figures_of_the_readme_are_those_of_the_file() -> None:
             assert f"| {names[recurrence]} {heads}, {dtype} | {' | '.join(cells)} |" in section
 
 
+def test_whole_models_of_the_readme_are_those_of_the_file() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200-e2e.json").read_text("utf-8"))["rows"]
+    section = (ROOT / "README.md").read_text("utf-8").split("## Performance")[1].split("\n## ")[0]
+    at = {(row["model"], row["variant"], row["batch"]): row for row in rows}
+    for model, batch in {(row["model"], row["batch"]) for row in rows}:
+        ours, stock = at[model, "replay-off" if batch == 1 else "replay-on", batch], at[model, "stock-compiled", batch]
+        cells = [ours["floor_ms"], stock["ms"], ours["ms"], ours["ms"] / ours["floor_ms"], stock["ms"] / ours["ms"]]
+        assert f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in cells)} |" in section
+
+
 def test_ci_runs_the_readme_test_command() -> None:
     (command,) = (block for block in blocks(ROOT / "README.md", "bash") if "pytest" in block)
     assert command.count("\n") == 1 and command in (ROOT / ".ci" / "run").read_text("utf-8")
