@@ -183,6 +183,9 @@ def test_generate_with_a_tokenizer(checkpoint: Path, tmp_path: Path, capfd: pyte
     assert continue_text(path, "--prompt", "w1 w2") == 0
     tokens = capfd.readouterr().out.split()
     assert len(tokens) == 20 and all(token.startswith("w") for token in tokens)
+    assert continue_text(path, "--prompt", "w1 w2", "--draft", str(checkpoint)) == 2
+    shown = capfd.readouterr()
+    assert "its tokenizer is not that of" in shown.err and not shown.out
 
 
 def test_stream_hands_on_whole_characters_and_spaces() -> None:

@@ -530,6 +530,8 @@ def test_a_draft_model_that_writes_its_state_every_step() -> None:
     replayssm.attach(model, backend="sequential")
     out = replayssm.generate(model, **inputs, max_new_tokens=NEW)
     assert torch.equal(out.sequences, want)
+    said: list[Any] = []
     with pytest.raises(ValueError, match="attach that model with another backend"):
-        replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=model)
+        replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=model, on_tokens=lambda *new: said.append(new))
+    assert not said, "before anything is computed"
     replayssm.detach(model)

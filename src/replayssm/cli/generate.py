@@ -12,6 +12,8 @@ from typing import Any
 
 from replayssm.cli.args import UsageError, add_replay_options, check_backend, check_prompt, number
 
+PROBE = "def f(x):\n    return {'é': 12.5}[x]  # Ω\tthe quick brown fox, 漢字"
+"""Two tokenizers that agree on it are taken for one."""
 COMPILE_FROM = 512  # new tokens; an eager step of a model of 4B parameters takes 60 ms, compiling 40 s
 COLDEST = 1e-6
 """The lowest temperature that logits are divided by, so that they stay finite."""
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     ids = checkpoint.encode(prompt)
     if not ids:
         raise UsageError("the prompt has no tokens")
-    draft = None if args.draft is None else _drafter(args.draft, checkpoint.model, device, args)
+    draft = None if args.draft is None else _drafter(args.draft, checkpoint, device, args)
     with contextlib.ExitStack() as attached:
         if not args.no_replay:
             attached.enter_context(_attached(checkpoint.model, args))
@@ -144,7 +146,7 @@ def _speculate(model: Any, prompt: Any, draft: Any, args: argparse.Namespace, st
         stream.end()
 
 
-def _drafter(name: str, model: Any, device: Any, args: argparse.Namespace) -> Any:
+def _drafter(name: str, checkpoint: Any, device: Any, args: argparse.Namespace) -> Any:
     """What ``--draft`` names: a way, the model's own head, or the model in a directory."""
     if name == "prompt-lookup":
         return name
@@ -152,14 +154,18 @@ def _drafter(name: str, model: Any, device: Any, args: argparse.Namespace) -> An
         from replayssm.hf.mtp import MTPHead
 
         try:
-            return MTPHead.load(model, args.model)
+            return MTPHead.load(checkpoint.model, args.model)
         except ValueError as error:
             raise UsageError(str(error)) from None
     if not name or not Path(name).is_dir():
         raise UsageError(f"--draft must be prompt-lookup, mtp or a checkpoint directory; got {name!r}")
     from replayssm.cli.checkpoint import load
 
-    return load(Path(name), dtype=args.dtype, device=device, replay=False).model
+    draft = load(Path(name), dtype=args.dtype, device=device, replay=False)
+    same_size = draft.config.vocab_size == checkpoint.config.vocab_size  # where not, generate says so
+    if same_size and draft.encode(PROBE) != checkpoint.encode(PROBE):
+        raise UsageError(f"--draft {name}: its tokenizer is not that of {args.model}; drafts must be the same tokens")
+    return draft.model
 
 
 def _replayed(draft: Any) -> bool:

@@ -24,6 +24,12 @@ class DraftModel:
 
     def __init__(self, model: PreTrainedModel, most: int = 8) -> None:
         Runner(model, WINDOW)  # refuses a model that does not suit
+        attachment = getattr(model, "_replayssm", None)
+        if attachment is not None and attachment.options.backend == "sequential":
+            raise ValueError(
+                "replayssm: backend 'sequential' writes the state at every step, so a draft model cannot take its "
+                "drafts back; attach that model with another backend"
+            )
         self.model, self.most = model, most
         self._runner: Runner | None = None
         self._known: list[int] = []  # tokens of each text that it was fed

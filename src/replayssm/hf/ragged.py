@@ -110,11 +110,6 @@ class RaggedState(RecurrentState):
                 N, fold_every=self.options.folds + self.back, window=self.window, width=1, device=device,
                 backend=self.options.backend, stagger=False,  # _rows follows the cursors
             )  # fmt: skip
-            if self.back > self.pool.ring.limit:
-                raise ValueError(
-                    f"replayssm: backend {self.options.backend!r} writes the state at every step, so a draft "
-                    "model cannot take its drafts back; attach that model with another backend"
-                )
             self.slots = torch.arange(N, dtype=torch.int32, device=device)
             self.states = {layer: self.pool.add_layer(spec) for layer, spec in self.specs.items()}
 
