@@ -304,3 +304,9 @@ def test_lookup_of_several_places() -> None:
     assert tree.tokens.tolist() == [[9, 1, 2, 9, 8, 1, 7, 1]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, -1, 4, -1, 6]]
     assert PromptLookup(branches=3).propose(text, [1], Sampling()).tokens.tolist() == [[9]]
+
+
+def test_a_comb_has_leaves_beside_its_chain() -> None:
+    tree = Tree.comb(torch.tensor([[[5, 6], [7, 8], [9, 1]]]))
+    assert tree.tokens.tolist() == [[5, 6, 7, 8, 9, 1]]
+    assert tree.parents.tolist() == [[-1, -1, 0, 0, 2, 2]]

@@ -16,6 +16,7 @@ from tiny_models import BACKEND, BUILDERS, build
 
 import replayssm
 from replayssm import Sampling
+from replayssm.hf.drafters import DraftModel
 from replayssm.hf.trees import SPARSE
 from replayssm.lookup import EarlierOutputs, PromptLookup
 from replayssm.speculative import Draft, Tree
@@ -161,7 +162,7 @@ def test_greedy_with_a_draft_model(subject: Subject) -> None:
 
 def test_greedy_with_trees(subject: Subject) -> None:
     """Of every type whose attention does not count columns."""
-    drafters = [Planted(subject.texts(), "tree"), "prompt-tree"]
+    drafters = [Planted(subject.texts(), "tree"), "prompt-tree", DraftModel(subject.close, branches=2)]
     if subject.model.config.get_text_config().model_type in SPARSE:
         with pytest.raises(ValueError, match="draft trees are not supported"):
             run(subject, drafters[0])
@@ -224,18 +225,21 @@ def exact(model: Any, start: list[int], sampling: Sampling) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2"])
-@pytest.mark.parametrize("drafter", ["model", "always"])
+@pytest.mark.parametrize("drafter", ["model", "always", "tree"])
 def test_sampling_is_lossless(name: str, drafter: str) -> None:
     """2,000 texts of three tokens, counted, against their exact probabilities: chi-square, four deviations."""
     model, start = small(name), [3]  # a prompt of one token: KDA's own function pads more to 64
-    draft: Any = llama(5, bos_token_id=1, initializer_range=0.5) if drafter == "model" else Always(1, 4)
+    draft: Any = Always(1, 4) if drafter == "always" else llama(5, bos_token_id=1, initializer_range=0.5)
+    if drafter == "tree":
+        draft = DraftModel(draft, branches=2)
     sampling = Sampling(0.9, top_k=4, generator=torch.Generator().manual_seed(11))
     ids = torch.tensor([start]).expand(500, -1)
     texts = []
     for _ in range(4):
         out = replayssm.generate(
-            model, ids, max_new_tokens=4, draft=draft, draft_tokens=2, sampling=sampling, eos_token_id=()
-        )
+            model, ids, max_new_tokens=4, draft=draft, draft_tokens=2 + 2 * (drafter == "tree"), sampling=sampling,
+            eos_token_id=(),
+        )  # fmt: skip
         texts.append(out.sequences[:, 1:4])  # two drafts at first
         assert 0 < out.accepted < out.drafted
     assert_counts(torch.cat(texts), 2000 * exact(model, start, sampling))

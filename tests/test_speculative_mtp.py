@@ -143,12 +143,14 @@ def test_greedy_and_sampled(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
     replayssm.attach(model, backend=BACKEND)
     head = MTPHead.load(model)
     assert all(torch.equal(x, weights[f"mtp.{name}"]) for name, x in head.state_dict().items())
-    for draft in ("mtp", head, head):
+    for draft in ("mtp", head, head, MTPHead.load(model, branches=2)):
         out = replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=draft, draft_tokens=3)
         assert torch.equal(out.sequences, want) and out.drafted > 60
     sampling = Sampling(3.0, generator=torch.Generator().manual_seed(0))
     out = replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=head, draft_tokens=3, sampling=sampling)
     assert 0 < out.accepted < out.drafted
+    with pytest.raises(ValueError, match="branches must be a whole number of at least 1; got 0"):
+        MTPHead.load(model, branches=0)
     replayssm.detach(model)
 
 

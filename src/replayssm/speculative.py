@@ -101,6 +101,13 @@ class Tree(NamedTuple):
     parents: Tensor
 
     @staticmethod
+    def comb(guesses: Tensor) -> Tree:
+        """From guesses ``[B, S, n]`` for each of S tokens, the likeliest first: it goes on, the others are leaves."""
+        B, S, n = guesses.shape
+        before = torch.arange(S, device=guesses.device).repeat_interleave(n) * n - n
+        return Tree(guesses.flatten(1), before.clamp(min=-1).expand(B, -1))
+
+    @staticmethod
     def of(rows: Sequence[Sequence[Sequence[int]]]) -> Tree:
         """From alternative continuations of each row; where they begin alike they share guesses."""
         tokens: list[list[int]] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from replayssm.hf.runner import Runner
-from replayssm.speculative import Draft, Sampling
+from replayssm.speculative import Draft, Sampling, Tree
 
 WINDOW = 4
 """Tokens that are fed at once to catch up with a text; after a step one or two are missing."""
@@ -19,10 +19,13 @@ class DraftModel:
     """Drafts by a causal language model of the same vocabulary, attached or with attention only, with its own cache.
 
     It remembers what it was fed: where that is not how the text went on, it takes its tokens back. most: drafts a step.
+    branches: with more than one, a tree: as many of the likeliest tokens at each place, of which the first goes on.
     Raises ValueError for models that :class:`replayssm.hf.runner.Runner` refuses.
     """
 
-    def __init__(self, model: PreTrainedModel, most: int = 8) -> None:
+    def __init__(self, model: PreTrainedModel, most: int = 8, branches: int = 1) -> None:
+        if not isinstance(branches, int) or branches < 1:
+            raise ValueError(f"DraftModel: branches must be a whole number of at least 1; got {branches!r}")
         Runner(model, WINDOW)  # refuses a model that does not suit
         attachment = getattr(model, "_replayssm", None)
         if attachment is not None and attachment.options.backend == "sequential":
@@ -30,13 +33,14 @@ class DraftModel:
                 "replayssm: backend 'sequential' writes the state at every step, so a draft model cannot take its "
                 "drafts back; attach that model with another backend"
             )
-        self.model, self.most = model, most
+        self.model, self.most, self.branches = model, most, branches
         self._runner: Runner | None = None
         self._known: list[int] = []  # tokens of each text that it was fed
         self._guessed: list[list[int]] = []  # its own drafts that it was fed after these
 
-    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft | Tree:
         """See :class:`replayssm.speculative.Drafter`."""
+        most = [-(-n // self.branches) for n in most]  # places: guesses of a tree are pruned where there are too many
         steps = min(self.most, max(most))
         lengths = torch.tensor(most).clamp(max=steps)
         if steps == 0:
@@ -47,7 +51,7 @@ class DraftModel:
         else:
             logits = self._catch_up(self._runner, texts)
         self._known, self._guessed = [len(text) for text in texts], [[] for _ in texts]
-        tokens, probs = [], []
+        tokens, probs, guesses = [], [], []
         for step in range(steps):
             if step:
                 # From the last draft that is asked for on, -1, -2, ..: its position stays where it is.
@@ -55,9 +59,15 @@ class DraftModel:
                 logits = self._runner.step(tokens[-1][:, None], real)[:, -1]
                 for guessed, token in zip(self._guessed, tokens[-1].tolist(), strict=True):
                     guessed.append(token)
+            if self.branches > 1:
+                guesses.append(logits.topk(self.branches).indices)
+                tokens.append(guesses[-1][:, 0])
+                continue
             if not sampling.greedy:
                 probs.append(sampling.probs(logits))
             tokens.append(sampling.draw(probs[-1]) if probs else logits.argmax(-1))
+        if guesses:
+            return Tree.comb(torch.stack(guesses, 1))
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
 
     def select(self, rows: Sequence[int]) -> None:

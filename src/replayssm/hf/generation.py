@@ -275,6 +275,6 @@ def _drafter(model: PreTrainedModel, draft: Any, most: int) -> Drafter | None:
     if not known or isinstance(draft, type):
         valid = "prompt-lookup, prompt-tree, earlier-outputs, mtp, a model, a Drafter"
         raise ValueError(f"generate: unknown draft {draft!r}; valid: {valid}")
-    if isinstance(draft, PromptLookup) and draft.branches > 1:
+    if getattr(draft, "branches", 1) > 1:
         check_trees(model)
     return draft

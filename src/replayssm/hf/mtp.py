@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from replayssm.hf.ragged import take_columns_back
 from replayssm.hf.trees import attention_mask
-from replayssm.speculative import Draft, Sampling
+from replayssm.speculative import Draft, Sampling, Tree
 
 if TYPE_CHECKING:
     from replayssm.hf.runner import Runner
@@ -32,10 +32,14 @@ TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 
 class MTPHead(nn.Module):
     """A :class:`replayssm.speculative.Drafter` for ``model``, whose embedding, rotary positions and output layer it
-    shares. Its weights are named as in the checkpoint, without ``mtp.``. One call of ``generate`` at a time."""
+    shares. Its weights are named as in the checkpoint, without ``mtp.``. One call of ``generate`` at a time.
+    branches: as of :class:`replayssm.hf.drafters.DraftModel`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, branches: int = 1) -> None:
         super().__init__()
+        if not isinstance(branches, int) or branches < 1:
+            raise ValueError(f"MTPHead: branches must be a whole number of at least 1; got {branches!r}")
+        self.branches = branches
         config = copy.deepcopy(model.config.get_text_config(decoder=True))
         if config.model_type not in TYPES:
             raise ValueError(f"MTPHead: known for {', '.join(TYPES)}; got {config.model_type!r}")
@@ -54,10 +58,10 @@ class MTPHead(nn.Module):
         self.to(decoder.norm.weight.device, decoder.norm.weight.dtype).eval()
 
     @staticmethod
-    def load(model: PreTrainedModel, path: str | Path | None = None) -> MTPHead:
+    def load(model: PreTrainedModel, path: str | Path | None = None, branches: int = 1) -> MTPHead:
         """The head in the directory ``path``, by default the one that the model was loaded from. Raises ValueError
         where there is none, or one of other weights than are known."""
-        head = MTPHead(model)
+        head = MTPHead(model, branches)
         place = path or model.config._name_or_path
         if not place:
             raise ValueError("MTPHead: the model was not loaded from a directory; MTPHead.load(model, path) names one")
@@ -80,8 +84,9 @@ class MTPHead(nn.Module):
         self.runner, runner.hidden = runner, []
         self._restart()
 
-    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft:
+    def propose(self, texts: Sequence[Sequence[int]], most: Sequence[int], sampling: Sampling) -> Draft | Tree:
         """See :class:`replayssm.speculative.Drafter`."""
+        most = [-(-n // self.branches) for n in most]  # places
         assert self.runner is not None and self.runner.hidden is not None
         lengths = torch.tensor(most)
         if max(most) == 0:
@@ -91,15 +96,21 @@ class MTPHead(nn.Module):
             self._guessed = 0
         hidden, self.runner.hidden = self.runner.hidden, [x[:0] for x in self.runner.hidden]
         g = self._catch_up(texts, hidden)
-        tokens, probs = [], []
+        tokens, probs, guesses = [], [], []
         for step in range(max(most)):
             if step:
                 g = self._feed(tokens[-1][:, None], g[:, None])[:, 0]
                 self._guessed += 1
             logits = self._model[0].get_output_embeddings()(g)  # pyright: ignore[reportOptionalCall]
+            if self.branches > 1:
+                guesses.append(logits.topk(self.branches).indices)
+                tokens.append(guesses[-1][:, 0])
+                continue
             if not sampling.greedy:
                 probs.append(sampling.probs(logits))
             tokens.append(sampling.draw(probs[-1]) if probs else logits.argmax(-1))
+        if guesses:
+            return Tree.comb(torch.stack(guesses, 1))
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
 
     def select(self, rows: Sequence[int]) -> None:
