@@ -321,5 +321,12 @@ def test_attention_in_groups_is_attention() -> None:
     scores = (q.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
     want = (scores.softmax(-1) @ v.double().repeat_interleave(3, 1)).transpose(1, 2)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    several = torch.randn(3, 6, 4, 8, generator=gen)
+    ladder = (torch.arange(11) <= torch.arange(4)[:, None] + 6).expand(3, 1, 4, 11) & mask
+    got, _ = attend(module, several, k, v, ladder, scaling=0.3)
+    scores = several.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3) * 0.3
+    weights = scores.masked_fill(~ladder, -torch.inf).softmax(-1)
+    each = (weights @ v.double().repeat_interleave(3, 1)).transpose(1, 2)
+    torch.testing.assert_close(got.double(), each, rtol=1e-5, atol=1e-5)
     one_head, _ = attend(module, q, k, v, mask.expand(3, 6, 1, 11), scaling=0.3)  # a mask a head: stock's way
     torch.testing.assert_close(one_head.double(), want, rtol=1e-5, atol=1e-5)

@@ -43,6 +43,8 @@ WARM = 2
 """Steps before the capture: the first compiles, and all of them allocate what is to stay."""
 
 ATTENTION = "replayssm_grouped"
+FEW = 16
+"""Tokens of a step up to which attention goes by batched products."""
 
 
 def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
@@ -156,24 +158,28 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one token ``query [B, heads, 1, dim]``: the query heads that share a key are taken as that many
-    tokens, in two batched products with scores in float32. With so few rows that is faster than torch's fused kernels,
-    which are made for many (docs/log.md). Anything else goes to stock's."""
+    """Attention of few tokens ``query [B, heads, T, dim]``: the query heads that share a key are taken as that many
+    tokens more, in two batched products with scores in float32. With so few rows that is faster than torch's fused
+    kernels, which are made for many (docs/log.md). Anything else goes to stock's."""
     B, heads, T, dim = query.shape
     shared = key.shape[1]
     own_heads = attention_mask is not None and attention_mask.shape[1] != 1
     odd = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    if T != 1 or own_heads or odd:
+    causal = T > 1 and attention_mask is None
+    if T > FEW or own_heads or odd or causal:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    q, k, v = query.reshape(B * shared, heads // shared, dim), key.flatten(0, 1), value.flatten(0, 1)
-    scores = _product(q, k.transpose(1, 2)).view(B, shared, heads // shared, -1)
+    groups = heads // shared
+    q, k, v = query.reshape(B * shared, groups * T, dim), key.flatten(0, 1), value.flatten(0, 1)
+    scores = _product(q, k.transpose(1, 2)).view(B, shared, groups, T, -1)
     scores = scores * (dim**-0.5 if scaling is None else scaling)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    elif attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(-1).to(v.dtype).flatten(0, 1)
-    return torch.bmm(weights, v).view(B, 1, heads, value.shape[3]), None
+    mask = None if attention_mask is None else attention_mask[:, :, None]
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    weights = scores.softmax(-1).to(v.dtype).view(B * shared, groups * T, -1)
+    out = torch.bmm(weights, v).view(B, heads, T, value.shape[3])
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

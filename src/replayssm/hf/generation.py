@@ -15,6 +15,7 @@ from replayssm.hf.drafters import DraftModel
 from replayssm.hf.mtp import MTPHead
 from replayssm.hf.runner import Runner
 from replayssm.hf.trees import check_trees
+from replayssm.hf.verifying import StaticRunner
 from replayssm.lookup import EarlierOutputs, PromptLookup
 from replayssm.speculative import Draft, Drafter, DraftLength, Sampling, Tree, judge, judge_tree
 
@@ -60,6 +61,7 @@ def generate(
     sampling: Sampling | None = None,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    static: bool = False,
 ) -> Generation:
     """Continues a batch of prompts, verifying several drafted tokens of each row in one forward of ``model``.
 
@@ -74,6 +76,8 @@ def generate(
     each row's acceptance, up to 8. Never more than are still wanted.
     sampling: greedy by default. eos_token_id: ends a row; None: the model's own, an empty sequence: none.
     on_tokens: called with a row's number and its new tokens, step by step.
+    static: fixed memory, every step of ``draft_tokens + 1`` tokens a row; on CUDA steps are compiled and captured. Not
+    for trees, the head in the checkpoint, and types that trees do not suit.
     Raises ValueError for arguments out of range, prompts padded elsewhere or empty, drafts that do not suit the model,
     and a model whose generation configuration asks ``model.generate`` for what is not done here, see
     :data:`replayssm.hf.arguments.NEUTRAL`.
@@ -89,6 +93,9 @@ def generate(
     drafter = _drafter(model, draft, most)
     most = 0 if drafter is None else most
     run.lengths = [DraftLength(most, fixed=not auto) for _ in run.texts]
+    run.static = static
+    if static and (isinstance(drafter, MTPHead) or getattr(drafter, "branches", 1) > 1):
+        raise ValueError("generate: static=True verifies chains, and cannot feed a head in the checkpoint")
     if drafter is None:
         return run.all(_NoDrafts(), 1)
     drafter.select([])  # whatever an interrupted call has left there
@@ -110,6 +117,7 @@ class _Run:
     on_tokens: Callable[[int, list[int]], None] | None
     ends: Sequence[int] = ()
     lengths: list[DraftLength] = field(default_factory=list)
+    static: bool = False
 
     def __post_init__(self) -> None:
         embedding: Any = self.model.get_input_embeddings()
@@ -121,7 +129,8 @@ class _Run:
 
     def all(self, drafter: Drafter, window: int) -> Generation:
         """To the end of all rows."""
-        runner = Runner(self.model, window)
+        static = StaticRunner(self.model, window, self.max_new_tokens) if self.static else None
+        runner: Any = static or Runner(self.model, window)
         if isinstance(drafter, MTPHead):
             drafter.watch(runner)
         token = self.sampling.pick(runner.prefill(self.texts))

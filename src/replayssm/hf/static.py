@@ -131,21 +131,21 @@ class StaticState:
         with torch.inference_mode(False):
             self.pool = StatePool(N, fold_every=every, width=1, device=device, backend=self.options.backend)
             self.slots = torch.arange(N, dtype=torch.int32, device=device)
-        _stay(self.slots, self.pool.ring.head, self.pool.ring.count)
+        stay(self.slots, self.pool.ring.head, self.pool.ring.count)
 
     @torch.compiler.disable
     def _add(self, layer: int, spec: LayerSpec) -> None:
         with torch.inference_mode(False):
             self.states[layer] = self._pool.add_layer(spec)
         self.specs[layer] = spec
-        _stay(*self.states[layer].tensors.values())
+        stay(*self.states[layer].tensors.values())
 
     @torch.compiler.disable
     def _explain(self) -> None:
         self.report["explanation"] = explain_state(self)
 
 
-def _stay(*tensors: Tensor) -> None:
+def stay(*tensors: Tensor) -> None:
     """Tells torch.compile that these addresses stay, so that CUDA graphs may write there."""
     for x in tensors:
         torch._dynamo.mark_static_address(x)  # pyright: ignore[reportPrivateImportUsage]
@@ -165,13 +165,16 @@ class StaticReplayCache(StaticCache):
         super().__init__(config=model.config, max_cache_len=max_cache_len)
         self.max_cache_len = max_cache_len
         recurrent = [i for i, x in enumerate(self.layers) if isinstance(x, LinearAttentionCacheLayerMixin)]
-        self.recurrent = StaticState(recurrent, attachment.options, attachment.dt_limits, attachment.report)
+        self.recurrent = self._make_state(recurrent, attachment.options, attachment.dt_limits, attachment.report)
         self._handles = {i: Handle(self.recurrent, i) for i in recurrent}
         self._model = describe(model)
         self.step: CapturedStep | None = None
 
+    def _make_state(self, *args: Any) -> StaticState:
+        return StaticState(*args)
+
     def __repr__(self) -> str:
-        return f"StaticReplayCache({self.max_cache_len} tokens, {len(self._handles)} of {len(self.layers)} layers)"
+        return f"{type(self).__name__}({self.max_cache_len} tokens, {len(self._handles)} of {len(self.layers)} layers)"
 
     @property
     def nbytes(self) -> int:
