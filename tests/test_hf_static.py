@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ from torch._dynamo.utils import counters
 import replayssm
 from replayssm.auto import FoldEvery
 from replayssm.hf import explain
-from replayssm.hf.captured import CAPTURED, Compiled, attend
+from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled, attend, grouped_attention, signature
 from replayssm.hf.merged import LINEAR
 
 transformers.logging.set_verbosity_error()
@@ -290,6 +293,166 @@ def test_where_merging_fails_a_step_is_compiled_without(
         got, want = Compiled(small)(input_ids=ids[:, :1], cache=cache).logits, small(ids[:, :1], cache=other).logits
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
     assert "projections are not merged" in caplog.text
+
+
+def test_a_forward_that_stopped_halfway_is_noticed(small: Any) -> None:
+    ids = prompt(small)["input_ids"]
+    want = generate(small, prompt(small))
+    cache = replayssm.StaticReplayCache(small, 64)
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for tokens in (ids, ids[:, :1]):
+            handle = small.model.layers[2].register_forward_pre_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                small(tokens, cache=cache)
+            handle.remove()
+            with pytest.raises(RuntimeError, match="between two tokens"):
+                small(tokens, cache=cache)
+            cache.reset()
+            small(ids, cache=cache)
+    cache.reset()
+    assert torch.equal(generate(small, prompt(small), cache=cache), want)
+
+
+class FakeGraph:
+    """In place of a CUDA graph, on a CPU: does again what was done when it was captured."""
+
+    current: FakeGraph
+    count = 0
+
+    def __init__(self) -> None:
+        FakeGraph.current, self.again = self, None
+
+    def replay(self) -> None:
+        FakeGraph.count += 1
+        assert self.again is not None
+        self.again()
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures that run nothing, and replays that run the model with what was captured, whatever has changed since."""
+
+    def capture(self: CapturedStep, cache: Any, leaves: list[Any], spec: Any) -> None:
+        own = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.turn, self.signature = cache.recurrent.turn, signature(self.forward.model)
+        frozen = copy.deepcopy(self.forward.model)
+        graph = FakeGraph()
+        held: dict[str, Any] = {}
+
+        def again() -> None:
+            out = frozen(cache=cache, **torch.utils._pytree.tree_unflatten(own, spec))
+            if not held:
+                held.update({name: x for name, x in out.items() if x is not cache})
+                self._type = type(out)
+            else:
+                held["logits"].copy_(out["logits"])
+
+        graph.again = again
+        self._inputs = [x for x in own if isinstance(x, torch.Tensor)]
+        self._type, self._fields, self.graph = dict, held, graph  # pyright: ignore
+
+    monkeypatch.setattr(CapturedStep, "_capture", capture)
+
+
+def captured_text(model: Any, step: Any, cache: Any, tokens: torch.Tensor, n: int = 8) -> list[torch.Tensor]:
+    """Logits after a prompt and some tokens, each step as generate makes it on a GPU."""
+    logits = []
+    with torch.no_grad():
+        model(tokens, cache=cache, use_cache=True)
+        for i in range(n):
+            out = step(cache, dict(input_ids=tokens[:, i : i + 1], use_cache=True))
+            logits.append((out["logits"] if isinstance(out, dict) else out.logits).clone())
+    return logits
+
+
+def test_a_captured_step_knows_when_its_model_changed(small: Any, fake_graphs: None) -> None:
+    torch.compiler.reset()
+    ids, step = prompt(small)["input_ids"], CapturedStep(Compiled(small, lambda graph, inputs: graph))
+    cache = replayssm.StaticReplayCache(small, 64)
+    before = captured_text(small, step, cache, ids)
+    assert step.graph is not None
+    small.load_state_dict({name: x * 0.9 for name, x in small.state_dict().items()}, assign=True)
+    cache.reset()
+    after = captured_text(small, step, cache, ids)
+    plain = replayssm.StaticReplayCache(small, 64)
+    with torch.no_grad():
+        small(ids, cache=plain)
+        want = [small(ids[:, i : i + 1], cache=plain).logits for i in range(8)]
+    for got, right, old in zip(after, want, before, strict=True):
+        torch.testing.assert_close(got, right, rtol=2e-4, atol=2e-4)
+        assert (got - old).abs().max() > 0.01
+    handle = small.model.norm.register_forward_hook(lambda *args: None)
+    cache.reset()
+    captured_text(small, step, cache, ids)
+    assert step.graph is None and step.refused is not None and "hooks" in step.refused
+    handle.remove()
+
+
+def test_copies_of_models_and_caches_stand_alone(small: Any) -> None:
+    torch.compiler.reset()
+    ids = prompt(small)["input_ids"]
+    small._replayssm.compiled = Compiled(small, lambda graph, inputs: graph)
+    cache = replayssm.StaticReplayCache(small, 64)
+    cache.step = CapturedStep(small._replayssm.compiled)
+    with torch.no_grad():
+        small(ids, cache=cache)
+        assert copy.deepcopy(cache).step is None
+        other = copy.deepcopy(small)
+        assert other._replayssm.compiled is None and other._replayssm is not small._replayssm
+        for p in other.parameters():
+            p.mul_(0.9)
+        want = generate(small, prompt(small))
+        assert not torch.equal(
+            generate(other, prompt(other), cache_implementation="static", disable_compile=True), want
+        )
+        replayssm.detach(other)
+        got = generate(small, prompt(small), cache_implementation="static", disable_compile=True)
+    assert torch.equal(got, want), "the copy's detach is its own"
+
+
+def test_merging_keeps_nothing_alive_and_can_be_undone() -> None:
+    torch.compiler.reset()
+    model = replayssm.attach(build("qwen3_5"), backend=BACKEND)
+    step = model._replayssm.compiled = Compiled(model, lambda graph, inputs: graph)
+    mlp = model.model.layers[0].mlp
+    flat = torch.cat([p.detach().flatten() for p in mlp.parameters()])
+    at = 0
+    for p in mlp.parameters():  # views of memory that is somebody else's: they stay there
+        p.data = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    cache = replayssm.StaticReplayCache(model, 32)
+    ids = prompt(model)["input_ids"]
+    with torch.no_grad():
+        model(ids, cache=cache)
+        step(input_ids=ids[:, :1], cache=cache)
+    assert all(p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for p in mlp.parameters())
+    merged = [p for p in model.parameters() if p.untyped_storage().nbytes() != p.nbytes and p.data_ptr()]
+    assert len(merged) > 10
+    model.model.layers[1].mlp.gate_proj = torch.nn.Sequential(model.model.layers[1].mlp.gate_proj)
+    assert not step.merging.valid  # pyright: ignore
+    model.model.layers[1].mlp.gate_proj = model.model.layers[1].mlp.gate_proj[0]
+    replayssm.detach(model)
+    own = [p for p in model.parameters() if p.untyped_storage().nbytes() == p.nbytes]
+    assert len(own) == len(list(model.parameters())) - len(list(mlp.parameters()))
+    gone = weakref.ref(model)
+    del model, step, cache, mlp, merged, own, p
+    gc.collect()
+    assert gone() is None
+
+
+def test_only_the_text_models_attention_is_grouped() -> None:
+    model = build("qwen3_5")
+    config = model.config.get_text_config(decoder=True)
+    with grouped_attention(model):
+        assert config._attn_implementation == "replayssm_grouped"
+    assert config._attn_implementation == "sdpa"
+    config._attn_implementation_internal = "eager"
+    with grouped_attention(model):
+        assert config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -136,6 +136,8 @@ def measure(
     timed."""
     device, how = model.device, VARIANTS[variant]
     on_gpu = device.type == "cuda"
+    if "full_attention" not in model.config.layer_types:
+        raise ValueError(f"{name}: none of its {model.config.num_hidden_layers} layers has attention; keep more layers")
     ids = torch.randint(3, 100, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     new = WARM + CYCLE * cycles + 2
     static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if how.compiled else {}

@@ -133,6 +133,8 @@ def _measure(args: argparse.Namespace, device: torch.device, read: float) -> Ite
                         except torch.OutOfMemoryError:
                             print(f"skipped, out of memory: {name} {variant} B={batch}", file=sys.stderr)
                             continue
+                        except ValueError as error:
+                            raise UsageError(str(error)) from None
                     yield row
             del model
 

@@ -5,6 +5,7 @@ Needs transformers 5.23 or later. docs/transformers.md says how it hooks in and 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import types
@@ -26,6 +27,7 @@ from replayssm.hf.static import StaticReplayCache
 __all__ = ["SUPPORTED", "Generation", "ReplayCache", "StaticReplayCache", "attach", "detach", "explain", "generate"]
 
 _log = logging.getLogger("replayssm")
+LENGTH = 64  # static caches are made for multiples of as many tokens: each length is compiled for
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
@@ -44,6 +46,16 @@ class Attachment:
         self.logged: set[str] = set()
         self.report: dict[str, str] = {}  # the newest cache writes what it runs on
         self.compiled: captured.Compiled | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """Of a copied model: one user more of what is installed, and nothing of what was compiled for the other."""
+        other = object.__new__(Attachment)
+        memo[id(self)] = other
+        other.__dict__ |= copy.deepcopy({k: x for k, x in vars(self).items() if k not in ("kind", "compiled")}, memo)
+        other.kind, other.compiled = self.kind, None
+        dispatch.install(self.kind.module, self.kind.recurrence.name)
+        deferred.install()
+        return other
 
 
 def attach(
@@ -102,6 +114,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     attachment = getattr(model, "_replayssm", None)
     if attachment is not None:
         attachment.handle.remove()
+        if attachment.compiled is not None and attachment.compiled.merging is not None:
+            attachment.compiled.merging.undo()
         for name in ("_replayssm", "_prepare_cache_for_generation", "get_compiled_call", "_is_stateful"):
             model.__dict__.pop(name, None)
         dispatch.uninstall(attachment.kind.module)
@@ -145,7 +159,8 @@ def _prepare_cache(
             continue
         if type(made) is StaticCache:
             if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-                model_kwargs[name] = StaticReplayCache(model, model._previous_max_cache_length)
+                length = -(-model._previous_max_cache_length // LENGTH) * LENGTH
+                model_kwargs[name] = StaticReplayCache(model, length)
                 continue
             _log_once(model, f"{generation_mode.value} does not run on a static cache but on the default one")
         cache = model_kwargs[name] = ReplayCache(model)
@@ -173,7 +188,8 @@ def _compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
         if why is not None:
             _log_once(model, f"steps are compiled, but not captured as one CUDA graph: {why}")
             return attachment.compiled(**inputs)
-        cache.step = cache.step or captured.CapturedStep(attachment.compiled)
+        if cache.step is None or cache.step.forward is not attachment.compiled:  # none, or another model's
+            cache.step = captured.CapturedStep(attachment.compiled)
         return cache.step(cache, inputs)
 
     return forward

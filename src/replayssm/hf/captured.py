@@ -2,8 +2,9 @@
 
 Stock compiles the model with CUDA graphs of torch's making, and checks at every step whether what was compiled still
 holds: milliseconds for a model of many layers, more than a small batch's step takes. Here the graph belongs to a cache,
-so nothing that it depends on can change but the tensors that generate passes in; these are copied to where the graph
-reads them. That is so where layers keep all their counts on the device, see :data:`CAPTURED`.
+so within a text nothing that it depends on changes but the tensors that generate passes in; these are copied to where
+the graph reads them. That is so where layers keep all their counts on the device, see :data:`CAPTURED`. What can change
+between texts is looked at when one begins, see :func:`signature`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ WARM = 2
 """Steps before the capture: the first compiles, and all of them allocate what is to stay."""
 
 ATTENTION = "replayssm_grouped"
+LENGTHS = 64  # caches of so many lengths and batches before torch stops compiling
 FEW = 16
 """Tokens of a step up to which attention goes by batched products."""
 
@@ -57,11 +59,24 @@ def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
     return cache.step.refused if cache.step is not None else None
 
 
-class CapturedStep:
-    """Forward passes of one token with one cache; ``forward``: a :class:`Compiled`."""
+def signature(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a captured graph holds of a model beside its inputs: where its parameters and buffers lie, and its hooks,
+    which a graph does not call."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return *((name, id(x), x.data_ptr()) for name, x in tensors), _hooks(model)
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+
+def _hooks(model: PreTrainedModel) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+class CapturedStep:
+    """Forward passes of as many tokens each with one cache; ``forward``: a :class:`Compiled`."""
+
+    def __init__(self, forward: Compiled) -> None:
+        self.forward, self.device = forward, forward.model.device
+        self.turn = -1  # of the cache, when the signature was last compared
+        self.signature: tuple[Any, ...] = ()
         self.key: Any = None
         self.steps = 0  # with this key, up to the capture
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -73,12 +88,21 @@ class CapturedStep:
         leaves, spec = tree_flatten(inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         key = spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves]
+        if self.graph is not None and cache.recurrent.turn != self.turn:
+            self.turn = cache.recurrent.turn
+            if signature(self.forward.model) != self.signature:
+                self.key = None
         if key != self.key:
             self.key, self.steps, self.graph = key, 0, None
+        if any(x.device != self.device for x in tensors):  # its content would be in the graph
+            return self.forward(cache=cache, **inputs)
         if self.graph is None and self.steps < WARM:
             self.steps += 1
             return self.forward(cache=cache, **inputs)
         if self.graph is None:
+            if _hooks(self.forward.model) > 1:  # the one is ours
+                self.refused = "the model's modules have hooks, which a graph does not call"
+                return self.forward(cache=cache, **inputs)
             try:
                 self._capture(cache, leaves, spec)  # which runs nothing, so that nothing is lost where it fails
             except RuntimeError as error:
@@ -93,7 +117,11 @@ class CapturedStep:
     def _capture(self, cache: StaticReplayCache, leaves: list[Any], spec: Any) -> None:
         own = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        self.turn, self.signature = cache.recurrent.turn, signature(self.forward.model)
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device), capture_error_mode="thread_local"),
+        ):
             output = self.forward(cache=cache, **tree_unflatten(own, spec))
         self._inputs = [x for x in own if isinstance(x, Tensor)]
         # Without the cache, which holds this object: a cycle would keep a finished cache's memory.
@@ -118,7 +146,8 @@ class Compiled:
         if self.merging is not None and not self.merging.valid:
             self.merging = Merging(self.model, self.inner)
             self._run = self._compile()
-        with grouped_attention(self.model):
+        # Each length of a cache is compiled for; torch would stop at eight and go on in eager mode.
+        with grouped_attention(self.model), torch._dynamo.config.patch(recompile_limit=LENGTHS):
             try:
                 return self._run(**inputs)
             except BackendCompilerFailed as error:
@@ -135,17 +164,17 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, a model that uses torch's attention runs :func:`attend`. Stock repeats all keys and values for each query
     head of their group when it is compiled, and so moves them several times. It is set for the time of a call only:
     what is compiled asks for it, and generate's masks do not."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa":
         yield
         return
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    config._attn_implementation = ATTENTION
+    config._attn_implementation_internal = ATTENTION  # of this one only, not of what is nested in it
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        config._attn_implementation_internal = "sdpa"
 
 
 def attend(

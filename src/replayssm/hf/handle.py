@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from replayssm.hf.static import StaticState
 
 
+NOT_ATTACHED = (
+    "replayssm: a ReplayCache reached a model that is not attached; call replayssm.attach(model) first, and keep it "
+    "attached while its caches are in use"
+)
+
+
 class Handle:
     """Given to a mixer where it asks its cache for the recurrent state, and found by the dispatch in the arguments of
     the function that the mixer calls with it. It is no tensor: any other use of it raises."""
@@ -37,10 +43,7 @@ class Handle:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError(
-            "replayssm: a ReplayCache reached a model that is not attached; call replayssm.attach(model) first, and "
-            "keep it attached while its caches are in use"
-        )
+        raise RuntimeError(NOT_ATTACHED)
 
 
 class ConvHandle:
@@ -48,6 +51,11 @@ class ConvHandle:
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(NOT_ATTACHED)
 
 
 def refuse_gradient(*tensors: Tensor) -> None:

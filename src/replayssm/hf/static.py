@@ -53,12 +53,23 @@ class StaticState:
         self.specs: dict[int, LayerSpec] = {}
         self.started = False
         self.purpose = "static cache"
+        self.turn = 0  # forwards that were not compiled: a text begins, or goes on after its prompt grew
+        self._open = False  # one of these has not come to its end
 
     def plan(self, layer: int, T: int, B: int, device: torch.device) -> Step:
         """How a forward of ``T`` tokens goes; at its first layer, the ring is emptied for one that is absorbed."""
         if self.pool is None:
             self._rows, self._device = B, device
         self.check_batch(B)
+        if layer == self.layers[0]:
+            if not torch.compiler.is_compiling():
+                self.turn += 1
+            if self._open:
+                raise RuntimeError(
+                    "StaticReplayCache: the last forward stopped before its end, so this cache is between two tokens; "
+                    "reset() it or use a new one"
+                )
+            self._open = True
         if T > 1 and self.started and layer == self.layers[0]:
             self._fold()  # pyright: ignore[reportAttributeAccessIssue]
         return Step(first=not self.started, tokens=T, replayed=int(T == 1))
@@ -86,6 +97,7 @@ class StaticState:
     def finish(self, layer: int, step: Step) -> None:
         """The layer is through; with the last one the step ends."""
         if layer == self.layers[-1]:
+            self._open = False
             if step.replayed:
                 self._pool.commit(self.slots, step.tokens)
             if not self.started:
@@ -96,7 +108,7 @@ class StaticState:
         """Forgets the sequences; the memory stays."""
         if self.pool is not None:
             self.pool.reset(self.slots)
-        self.started = False
+        self.started = self._open = False
 
     def check_batch(self, B: int) -> None:
         """Raises ValueError where the cache was built for another number of sequences."""
@@ -172,6 +184,10 @@ class StaticReplayCache(StaticCache):
 
     def _make_state(self, *args: Any) -> StaticState:
         return StaticState(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy captures its own step."""
+        return self.__dict__ | {"step": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.max_cache_len} tokens, {len(self._handles)} of {len(self.layers)} layers)"

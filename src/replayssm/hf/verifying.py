@@ -41,9 +41,11 @@ class RowLayer(StaticLayer):
         if self.places.ends is None:
             return super().update(key_states, value_states, *args, **kwargs)
         at = self.places.ends[:, None] + torch.arange(key_states.shape[2], device=key_states.device)
-        for x, new in ((self.keys, key_states), (self.values, value_states)):
+        keys: Any = self.keys
+        values: Any = self.values
+        for x, new in ((keys, key_states), (values, value_states)):
             x.scatter_(2, at[:, None, :, None].expand_as(new), new)
-        return self.keys, self.values
+        return keys, values
 
 
 class RowHybridLayer(RowLayer, LinearAttentionAndStaticFullAttentionLayer):
@@ -89,6 +91,8 @@ class VerifyState(StaticState):
         """The layer is through."""
         if step.first:
             super().finish(layer, step)
+        elif layer == self.layers[-1]:
+            self._open = False
 
     def accept(self, n: Tensor) -> None:
         """Of the last step's tokens the first ``n [B]`` (int32) stay."""
@@ -123,16 +127,15 @@ class VerifyCache(StaticReplayCache):
         kinds = {StaticLayer: RowLayer, LinearAttentionAndStaticFullAttentionLayer: RowHybridLayer}
         for i, layer in enumerate(self.layers):
             if type(layer) in kinds:
-                states = dict(number_of_states=layer.number_of_states) if hasattr(layer, "number_of_states") else {}
-                self.layers[i] = kinds[type(layer)](max_cache_len=max_cache_len, **states)
-                self.layers[i].places = self.places  # pyright: ignore[reportAttributeAccessIssue]
+                states = {name: x for name, x in vars(layer).items() if name == "number_of_states"}
+                row: Any = kinds[type(layer)](max_cache_len=max_cache_len, **states)
+                row.places, self.layers[i] = self.places, row
 
     def _make_state(self, *args: Any) -> StaticState:
         return VerifyState(self._window, *args)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """None: a convolution's inputs are recorded, one as well as several."""
-        return None
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Records a convolution's inputs; returns them behind the inputs that came before them."""
