@@ -311,6 +311,8 @@ def test_generate_with_drafts_writes_the_same(
     shown = capsys.readouterr()
     assert shown.out == plain
     assert "20 tokens" in shown.err and "drafts accepted" in shown.err
+    assert continue_text(checkpoint, "--prompt", "ababab", "--compile", "on", "--draft", *more) == 0
+    assert capsys.readouterr().out == plain
     if more[0] != "prompt-lookup":  # the model itself: drafts of three, so five forwards
         assert "15 of 15 drafts accepted" in shown.err or "14 of 14 drafts accepted" in shown.err
     assert continue_text(checkpoint, "--prompt", "ab", "--temperature", "0.8", "--draft", "prompt-lookup") == 0

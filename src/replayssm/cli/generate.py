@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--compile", choices=["auto", "on", "off"], default="auto",
         help=f"decode with a static cache and a compiled, captured step, which takes up to a minute to make and then a "
-        f"few milliseconds a token; default: auto, on a GPU from {COMPILE_FROM} new tokens on",
+        f"few milliseconds a token; default: auto, on a GPU from {COMPILE_FROM} new tokens on, without --draft",
     )  # fmt: skip
     parser.add_argument("--no-replay", action="store_true", help="stock transformers instead")
     add_replay_options(parser)
@@ -64,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--top-p must be above 0; the likeliest token alone is --top-k 1")
     if args.draft is None and args.draft_tokens != "auto":
         raise UsageError("--draft-tokens is the number of drafts; it needs --draft")
-    if args.compile == "on" and args.draft is not None:
-        raise UsageError("--compile on is for one token at a time; leave out --draft")
     if args.draft is not None and args.no_replay:
         raise UsageError("--draft needs ReplaySSM: stock transformers cannot take drafts back; leave out --no-replay")
     check_backend(args.backend)
@@ -139,6 +137,7 @@ def _speculate(model: Any, prompt: Any, draft: Any, args: argparse.Namespace, st
         return replayssm.generate(
             model, prompt, max_new_tokens=args.max_new_tokens, draft=draft, draft_tokens=args.draft_tokens,
             sampling=replayssm.Sampling(**how), on_tokens=lambda row, tokens: stream.put(torch.tensor(tokens)),
+            static=args.compile == "on",
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from None
