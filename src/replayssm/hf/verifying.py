@@ -8,6 +8,7 @@ on, without effect.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -198,10 +199,13 @@ class StaticRunner:
         self.pads = torch.tensor([T - len(text) for text in texts], device=self.device)
         tokens = torch.tensor([[0] * (T - len(text)) + list(text) for text in texts], device=self.device)
         at = torch.arange(T, device=self.device) - self.pads[:, None]
+        known = inspect.signature(type(self.model).forward).parameters
+        last: dict[str, Any] = dict(logits_to_keep=1) if "logits_to_keep" in known else {}  # not of the whole prompt
         with torch.no_grad():
             out = self.model(
-                tokens, attention_mask=(at >= 0).long(), position_ids=at.clamp(min=0), cache=self.cache, use_cache=True
-            )
+                tokens, attention_mask=(at >= 0).long(), position_ids=at.clamp(min=0), cache=self.cache, use_cache=True,
+                **last,
+            )  # fmt: skip
         self.cache.begin(T)
         self.live = list(range(len(texts)))
         self._run = self._stepper()
