@@ -392,6 +392,29 @@ def test_a_captured_step_knows_when_its_model_changed(small: Any, fake_graphs: N
     handle.remove()
 
 
+def test_a_capture_that_fails_is_tried_once_and_said(
+    small: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compiler.reset()
+    tries: list[int] = []
+
+    def fails(self: CapturedStep, cache: Any, leaves: list[Any], spec: Any) -> None:
+        tries.append(1)
+        cache.recurrent._open = True  # what a forward leaves that stops halfway
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CapturedStep, "_capture", fails)
+    ids, step = prompt(small)["input_ids"], CapturedStep(Compiled(small, lambda graph, inputs: graph))
+    with caplog.at_level(logging.WARNING, "replayssm"):
+        got = captured_text(small, step, replayssm.StaticReplayCache(small, 64), ids)
+    plain = replayssm.StaticReplayCache(small, 64)
+    with torch.no_grad():
+        small(ids, cache=plain)
+        for i, logits in enumerate(got):
+            torch.testing.assert_close(logits, small(ids[:, i : i + 1], cache=plain).logits, rtol=2e-4, atol=2e-4)
+    assert len(tries) == 1 and caplog.text.count("not permitted") == 1
+
+
 def test_copies_of_models_and_caches_stand_alone(small: Any) -> None:
     torch.compiler.reset()
     ids = prompt(small)["input_ids"]

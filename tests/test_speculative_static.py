@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -77,6 +79,48 @@ def test_steps_are_one_graph_compiled_once(name: str, monkeypatch: pytest.Monkey
         out = replayssm.generate(model, ids, max_new_tokens=20, draft=draft, draft_tokens=3, static=True)
         assert torch.equal(out.sequences, want)
     assert len(graphs) == 1
+    replayssm.detach(model)
+
+
+def test_states_are_written_as_rarely_as_in_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replayssm.attach(build("qwen3_5"), backend=BACKEND, state_dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+    want = replayssm.generate(model, ids, max_new_tokens=30, draft="prompt-lookup", draft_tokens=3)
+    writes: list[torch.Tensor] = []
+    step = StaticRunner.step
+
+    def watched(self: StaticRunner, *args: Any) -> torch.Tensor:
+        states = self.cache.recurrent.states
+        before = {layer: state.ckpt.clone() for layer, state in states.items()}
+        out = step(self, *args)
+        writes.append(sum((before[layer] != state.ckpt).any() for layer, state in states.items()) > 0)  # pyright: ignore
+        return out
+
+    monkeypatch.setattr(StaticRunner, "step", watched)
+    got = replayssm.generate(model, ids, max_new_tokens=30, draft="prompt-lookup", draft_tokens=3, static=True)
+    assert torch.equal(got.sequences, want.sequences)
+    assert 0 < sum(map(int, writes)) <= 6 < len(writes)
+    replayssm.detach(model)
+
+
+def test_a_cache_goes_with_its_call() -> None:
+    model, gone = replayssm.attach(build("qwen3_5"), backend=BACKEND), []
+
+    class Watching(StaticRunner):
+        def prefill(self, texts: Any) -> torch.Tensor:
+            out = super().prefill(texts)
+            gone.append(weakref.ref(self.cache))
+            return out
+
+    runner = Watching(model, 3, 8)
+    runner.prefill([[5, 6, 7], [8, 9]])
+    gc.disable()
+    try:
+        del runner
+        assert gone[0]() is None
+    finally:
+        gc.enable()
     replayssm.detach(model)
 
 

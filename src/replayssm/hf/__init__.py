@@ -22,12 +22,11 @@ from replayssm.hf.cache import ReplayCache
 from replayssm.hf.generation import Generation, generate
 from replayssm.hf.models import SUPPORTED, ModelType, lookup
 from replayssm.hf.options import Options
-from replayssm.hf.static import StaticReplayCache
+from replayssm.hf.static import LENGTH, StaticReplayCache
 
 __all__ = ["SUPPORTED", "Generation", "ReplayCache", "StaticReplayCache", "attach", "detach", "explain", "generate"]
 
 _log = logging.getLogger("replayssm")
-LENGTH = 64  # static caches are made for multiples of as many tokens: each length is compiled for
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 

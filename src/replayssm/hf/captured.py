@@ -56,7 +56,7 @@ def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
         return f"the cache has layers that count on the host ({', '.join(sorted(odd))})"
     if inputs.get("output_hidden_states") or inputs.get("output_attentions"):
         return "hidden states or attentions are asked for, and a graph would overwrite those of the step before"
-    return cache.step.refused if cache.step is not None else None
+    return None
 
 
 def signature(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -84,6 +84,8 @@ class CapturedStep:
 
     def __call__(self, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
         """The model's output for ``inputs``; its logits are overwritten by the next call."""
+        if self.refused:
+            return self.forward(cache=cache, **{name: x for name, x in inputs.items() if x is not cache})
         inputs = {name: x for name, x in inputs.items() if x is not cache}
         leaves, spec = tree_flatten(inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -101,18 +103,23 @@ class CapturedStep:
             return self.forward(cache=cache, **inputs)
         if self.graph is None:
             if _hooks(self.forward.model) > 1:  # the one is ours
-                self.refused = "the model's modules have hooks, which a graph does not call"
-                return self.forward(cache=cache, **inputs)
+                return self._refuse("the model's modules have hooks, which a graph does not call", cache, inputs)
+            opened = cache.recurrent._open
             try:
                 self._capture(cache, leaves, spec)  # which runs nothing, so that nothing is lost where it fails
             except RuntimeError as error:
-                self.refused = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                return self.forward(cache=cache, **inputs)
+                cache.recurrent._open = opened
+                return self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}", cache, inputs)
         for x, new in zip(self._inputs, tensors, strict=True):
             x.copy_(new)
         assert self.graph is not None
         self.graph.replay()
         return self._type(**self._fields, cache=cache)
+
+    def _refuse(self, why: str, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
+        self.refused = why
+        _log.warning("replayssm: steps are compiled, but not captured as one CUDA graph: %s", why)
+        return self.forward(cache=cache, **inputs)
 
     def _capture(self, cache: StaticReplayCache, leaves: list[Any], spec: Any) -> None:
         own = [x.clone() if isinstance(x, Tensor) else x for x in leaves]

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LENGTH = 64
+"""Static caches that are not asked for by hand are made for a multiple of as many tokens: each length is compiled for.
+"""
+
+
 class StaticState:
     """The pool behind one cache: slot ``b`` is row ``b`` of the batch. To the adapters what
     :class:`replayssm.hf.state.RecurrentState` is.

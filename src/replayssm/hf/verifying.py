@@ -20,7 +20,7 @@ from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer,
 from replayssm.conv import ConvWindow
 from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled
 from replayssm.hf.state import Step
-from replayssm.hf.static import StaticReplayCache, StaticState, stay
+from replayssm.hf.static import LENGTH, StaticReplayCache, StaticState, stay
 from replayssm.hf.trees import attention_mask, check_trees
 from replayssm.layer import LayerSpec
 from replayssm.pool import StatePool
@@ -68,10 +68,12 @@ class VerifyState(StaticState):
         return self.started
 
     def plan(self, layer: int, T: int, B: int, device: torch.device) -> Step:
-        """A prompt is absorbed (one token: replayed), what follows is replayed."""
-        step = super().plan(layer, T, B, device)
-        if self.started:
-            step.replayed = T
+        """A prompt is absorbed (one token: replayed), what follows is replayed, as one token is: nothing is folded for
+        it but what verify itself finds due."""
+        started = self.started
+        step = super().plan(layer, 1 if started else T, B, device)
+        if started:
+            step.tokens = step.replayed = T
         return step
 
     def conv(self, layer: int, x: Tensor, kernel: int) -> Tensor:
@@ -195,7 +197,8 @@ class StaticRunner:
     def prefill(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Feeds the first tokens of all rows, at least one each; returns the logits ``[B, vocabulary]`` after these."""
         T = max(map(len, texts))
-        self.cache = VerifyCache(self.model, T + self.tokens + self.window, self.window)
+        length = -(-(T + self.tokens + self.window) // LENGTH) * LENGTH
+        self.cache = VerifyCache(self.model, length, self.window)
         self.pads = torch.tensor([T - len(text) for text in texts], device=self.device)
         tokens = torch.tensor([[0] * (T - len(text)) + list(text) for text in texts], device=self.device)
         at = torch.arange(T, device=self.device) - self.pads[:, None]
@@ -208,6 +211,7 @@ class StaticRunner:
             )  # fmt: skip
         self.cache.begin(T)
         self.live = list(range(len(texts)))
+        self._index = torch.tensor(self.live, device=self.device)
         self._run = self._stepper()
         self._columns = torch.arange(self.cache.max_cache_len, device=self.device)
         self._places = torch.arange(self.window, device=self.device)
@@ -219,9 +223,9 @@ class StaticRunner:
         ends, T = self.cache.places.ends, tokens.shape[1]
         assert ends is not None
         all_tokens = torch.zeros(ends.numel(), self.window, dtype=torch.long, device=self.device)
-        all_tokens[self.live, :T] = tokens.to(self.device)
+        all_tokens[self._index, :T] = tokens.to(self.device)
         last = torch.zeros_like(ends)
-        last[self.live] = torch.tensor([T] * len(self.live) if real is None else list(real), device=self.device) - 1
+        last[self._index] = torch.tensor([T] * len(self.live) if real is None else list(real), device=self.device) - 1
         at = torch.minimum(self._places, last[:, None])
         seen = self._columns <= (ends[:, None] + self._places)[:, :, None]
         mask = attention_mask(seen & (self._columns >= self.pads[:, None, None]), self.model.dtype)
@@ -231,12 +235,13 @@ class StaticRunner:
         with torch.no_grad():
             out = self._run(self.cache, inputs)
         self._fed = T
-        return out.logits[self.live, :T]
+        return out.logits[self._index, :T]  # a copy: the next step writes there
 
     def _stepper(self) -> Callable[[VerifyCache, dict[str, Any]], Any]:
         """What runs a step's forward."""
         if self.device.type != "cuda":
-            return lambda cache, inputs: self.model(cache=cache, **inputs)
+            model = self.model  # not through self, which holds the cache
+            return lambda cache, inputs: model(cache=cache, **inputs)
         attachment: Any = self.model._replayssm
         attachment.compiled = attachment.compiled or Compiled(self.model)
         return CapturedStep(attachment.compiled)
@@ -250,3 +255,4 @@ class StaticRunner:
     def select(self, rows: Sequence[int]) -> None:
         """Goes on with these rows only."""
         self.live = [self.live[row] for row in rows]
+        self._index = torch.tensor(self.live, device=self.device)
