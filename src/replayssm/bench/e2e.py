@@ -14,7 +14,6 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import replayssm
-from replayssm.hf import Attachment
 
 CYCLE = 16  # steps from fold to fold
 WARM = 8  # steps that are not timed
@@ -104,13 +103,13 @@ class Stamps(StoppingCriteria):
 
 
 @contextmanager
-def attached(model: Any, variant: Variant, **options: Any) -> Iterator[Attachment | None]:
+def attached(model: Any, variant: Variant, **options: Any) -> Iterator[None]:
     """The model as the variant needs it."""
     torch.compiler.reset()
     if variant.attaching is not None:
         replayssm.attach(model, **variant.attaching | options)
     try:
-        yield getattr(model, "_replayssm", None)
+        yield
     finally:
         replayssm.detach(model)
         model.__dict__.pop("_compiled_call", None)
@@ -130,10 +129,8 @@ def measure(
     state_dtype: torch.dtype = torch.float32,
     read: float,
     tell: Callable[[str], None] | None = None,
-    ready: Callable[[], None] = lambda: None,
 ) -> Row:
-    """One row. read: bytes a second that the machine reads. ready: called after the warm-up, before anything is
-    timed."""
+    """One row. read: bytes a second that the machine reads."""
     device, how = model.device, VARIANTS[variant]
     on_gpu = device.type == "cuda"
     if "full_attention" not in model.config.layer_types:
@@ -154,7 +151,6 @@ def measure(
         if on_gpu:
             torch.cuda.synchronize(device)
         warm = time.perf_counter() - start
-        ready()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()

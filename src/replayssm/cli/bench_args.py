@@ -44,6 +44,13 @@ def check_files(args: argparse.Namespace) -> None:
             raise UsageError(f"--plot cannot write {args.plot.name!r}; valid suffixes: .{', .'.join(sorted(known))}")
 
 
+def refuse_kernel_options(args: argparse.Namespace, what: str, *names: str) -> None:
+    """Of ``bench WHAT``: the options ``names`` of bench kernels, which stand on the level above, say nothing to it."""
+    for name in names:
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} is an option of bench kernels, not of bench {what}")
+
+
 class Progress:
     """What is measured now, on stderr: one line that is wiped again in a terminal; elsewhere, with ``lines``, one a
     case."""

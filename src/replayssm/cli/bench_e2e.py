@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, need_transformers, number
-from replayssm.cli.bench_args import Progress, check_files, chosen, command, whole_numbers
+from replayssm.cli.bench_args import Progress, check_files, chosen, command, refuse_kernel_options, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     from replayssm.bench.timing import Clock
     from replayssm.cli.checkpoint import check_device
 
-    for name in ("recurrence", "shape", "mode", "draft", "accepted", "rows", "backend", "no_peers", "tune"):
-        if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is an option of bench kernels, not of bench e2e")
+    refuse_kernel_options(
+        args, "e2e", "recurrence", "shape", "mode", "draft", "accepted", "rows", "backend", "no_peers", "tune"
+    )
     device = torch.device(check_device(args.device or "auto"))
     check_files(args)
     if device.type == "cuda" and device.index is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, check_backend, need_transformers, number
-from replayssm.cli.bench_args import Progress, check_files, chosen, command, whole_numbers
+from replayssm.cli.bench_args import Progress, check_files, chosen, command, refuse_kernel_options, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -97,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
     from replayssm.bench.timing import Clock
     from replayssm.cli.checkpoint import check_device
 
-    for name in ("mode", "draft", "rows", "no_peers", "tune"):
-        if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} is an option of bench kernels, not of bench speculative")
+    refuse_kernel_options(args, "speculative", "mode", "draft", "rows", "no_peers", "tune")
     device = torch.device(check_device(args.device or "auto"))
     parts = chosen(args.part, "part", PARTS) or list(PARTS)
     backends = [name.strip() for name in (args.backend or "").split(",") if name.strip()]

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from replayssm.hf.handle import Handle
+from replayssm.hf.handle import Handle, returned
 from replayssm.hf.reports import describe, explain_state
 from replayssm.hf.state import RecurrentState
 
@@ -130,11 +130,7 @@ class ReplayCache(DynamicCache):
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Takes the handle back; the adapter has done the work."""
-        if not isinstance(recurrent_states, Handle):
-            raise RuntimeError(
-                "replayssm: a ReplayCache got a state from a model that is not attached; call replayssm.attach(model)"
-            )
-        return recurrent_states
+        return returned(recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether the recurrent layers have seen tokens."""

@@ -84,9 +84,9 @@ class CapturedStep:
 
     def __call__(self, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
         """The model's output for ``inputs``; its logits are overwritten by the next call."""
-        if self.refused:
-            return self.forward(cache=cache, **{name: x for name, x in inputs.items() if x is not cache})
         inputs = {name: x for name, x in inputs.items() if x is not cache}
+        if self.refused:
+            return self.forward(cache=cache, **inputs)
         leaves, spec = tree_flatten(inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         key = spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves]
@@ -137,7 +137,7 @@ class CapturedStep:
 
 
 class Compiled:
-    """The forward of ``model``, compiled for single tokens; ``inner``: see :class:`replayssm.hf.merged.Merging`."""
+    """The forward of ``model``, compiled for a few tokens; ``inner``: see :class:`replayssm.hf.merged.Merging`."""
 
     def __init__(self, model: PreTrainedModel, inner: Callable[..., Any] | None = None) -> None:
         self.model, self.inner = model, inner

@@ -65,3 +65,12 @@ def refuse_gradient(*tensors: Tensor) -> None:
             "replayssm: a replayed step has no gradient; call the model under torch.no_grad(), or with "
             "use_cache=False to train"
         )
+
+
+def returned(state: Any) -> Any:
+    """What a mixer hands back to its cache, which must be the handle that it got."""
+    if not isinstance(state, Handle):
+        raise RuntimeError(
+            "replayssm: a ReplayCache got a state from a model that is not attached; call replayssm.attach(model)"
+        )
+    return state

@@ -19,7 +19,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 from replayssm import ops
 from replayssm.auto import fold_every
 from replayssm.hf.captured import CapturedStep
-from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient
+from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient, returned
 from replayssm.hf.options import Options
 from replayssm.hf.reports import describe, explain_state
 from replayssm.hf.state import Step
@@ -75,8 +75,8 @@ class StaticState:
                     "reset() it or use a new one"
                 )
             self._open = True
-        if T > 1 and self.started and layer == self.layers[0]:
-            self._fold()  # pyright: ignore[reportAttributeAccessIssue]
+            if T > 1 and self.started:
+                self._fold()  # pyright: ignore[reportAttributeAccessIssue]
         return Step(first=not self.started, tokens=T, replayed=int(T == 1))
 
     def layer(self, layer: int, spec: LayerSpec) -> LayerState:
@@ -237,11 +237,7 @@ class StaticReplayCache(StaticCache):
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Takes the handle back; the adapter has done the work."""
-        if not isinstance(recurrent_states, Handle):
-            raise RuntimeError(
-                "replayssm: a ReplayCache got a state from a model that is not attached; call replayssm.attach(model)"
-            )
-        return recurrent_states
+        return returned(recurrent_states)
 
     def reset(self) -> None:
         """Forgets the sequences; the memory stays."""

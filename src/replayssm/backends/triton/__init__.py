@@ -39,7 +39,6 @@ def config(layer: LayerState, T: int) -> LaunchConfig:
     """The launch configuration that :func:`verify` takes for ``T`` new tokens."""
     recurrence = layer.recurrence
     return launch_config(
-        erase=recurrence.erase,
         channel=recurrence.channel,
         state_bits=layer.ckpt.element_size() * 8,
         K=layer.K,

@@ -33,16 +33,16 @@ def power_of_2(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def launch_config(*, erase: bool, channel: bool, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
+def launch_config(*, channel: bool, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
     """The configuration of one step, the fastest of sweeps on an H200 at B = 256, K = 128 (docs/log.md)."""
     if state_bits == 32 and T == 1 and not channel:
         return LaunchConfig(16, num_warps=1 if power_of_2(K) <= 128 else 2, dot=False, order="vbh")
     return _fit(16 if state_bits == 32 and (channel or T == 1) else 32, state_bits=state_bits, K=K, V=V, T=T)
 
 
-def candidates(*, erase: bool, channel: bool, state_bits: int, K: int, V: int, T: int) -> list[LaunchConfig]:
+def candidates(*, channel: bool, state_bits: int, K: int, V: int, T: int) -> list[LaunchConfig]:
     """What is worth a try for a step, the shipped configuration first."""
-    first = launch_config(erase=erase, channel=channel, state_bits=state_bits, K=K, V=V, T=T)
+    first = launch_config(channel=channel, state_bits=state_bits, K=K, V=V, T=T)
     configs = [_fit(BV, state_bits=state_bits, K=K, V=V, T=T) for BV in (16, 32, 64)]
     configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vbh", "bvh")]
     configs += [replace(first, registers=registers) for registers in ((None, 96) if first.dot else ())]
