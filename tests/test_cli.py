@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,37 +263,78 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 # -------------------------------------------------------------------------------- as a process of its own
 
 
-def start(*argv: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def started(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a process of its own, which does not outlive the test."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "replayssm", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
+    with subprocess.Popen(
+        [sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def generating(checkpoint: Path) -> list[str]:
+    return ["-m", "replayssm", "generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "100000"]
 
 
 @pytest.mark.parametrize("compiling", [False, True])
 def test_interrupt_keeps_what_was_written(checkpoint: Path, tmp_path: Path, monkeypatch: Any, compiling: bool) -> None:
     if compiling:  # the CPU kernels, which follow the first token
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    process = start("generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "100000")
-    assert process.stdout is not None
-    first = process.stdout.read(1 if compiling else 20)
-    time.sleep(3 if compiling else 0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with started(*generating(checkpoint)) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1 if compiling else 20)
+        time.sleep(3 if compiling else 0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert len(first + out) > 1 and out.endswith(b"\n")
     assert b"Traceback" not in err and b" token" in err and err.endswith(b"\nreplayssm: interrupted\n")
 
 
+INTERRUPTED_IN_A_DESTRUCTOR = """
+import os, signal, time
+from replayssm import __main__ as program
+
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.2)  # so that the interrupt, when it comes again, falls into a destructor again
+
+def main():
+    try:
+        Interrupted(), Slow()
+        while True:
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        return 130
+
+program.main = main
+program.entry()
+"""
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
+    """Python drops what is raised there; numba's objects have destructors, and many die while it compiles."""
+    with started("-c", INTERRUPTED_IN_A_DESTRUCTOR) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and not err
+
+
 def test_a_closed_pipe_is_no_error(checkpoint: Path) -> None:
-    process = start("generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "100000")
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=60) == 141
+    with started(*generating(checkpoint)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=120) == 141
     assert b"Traceback" not in err and b"Exception" not in err
-    process.stderr.close()
 
 
 # ------------------------------------------------------------------------------------------------ drafts
