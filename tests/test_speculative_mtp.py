@@ -1,19 +1,20 @@
-"""Drafts by the head for multi-token prediction in a Qwen3.5 checkpoint, against its formulas written out."""
+"""Drafts by the heads for multi-token prediction in checkpoints, against their formulas written out."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from byte_model import continue_text, save_byte_model
+from mtp_reference import EXPERTS, drafts_ref, head_ref, shapes
 from safetensors.torch import load_file, save_file
 from test_hf_generate import prompt
-from tiny_models import BACKEND, build
+from tiny_models import BACKEND, assert_as_exact, build
 from torch import Tensor
 
 import replayssm
@@ -25,75 +26,43 @@ transformers.logging.set_verbosity_error()
 NEW = 24
 
 
-def add_head(path: Path, model: Any) -> dict[str, Tensor]:
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_6_moe", "qwen3_next", "nemotron_h")
+"""qwen3_6_moe: the same model as qwen3_5_moe, with the experts stacked in the checkpoint."""
+
+
+def tiny(case: str) -> Any:
+    return build(case.replace("3_6", "3_5"), **(EXPERTS if case == "nemotron_h" else {}))
+
+
+def add_head(path: Path, model: Any, stacked: bool = False) -> dict[str, Tensor]:
     """Adds random weights ``mtp.*`` to a saved checkpoint; returns them."""
     gen = torch.Generator().manual_seed(3)
     weights = {
-        f"mtp.{name}": torch.randn(x.shape, generator=gen) * (1.5 / x.shape[-1] ** 0.5 if x.dim() > 1 else 0.3)
-        for name, x in MTPHead(model).state_dict().items()
+        f"mtp.{name}": torch.randn(shape, generator=gen) * (1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.3)
+        for name, shape in shapes(model, stacked).items()
     }
-    file = path / "model.safetensors"
-    save_file(load_file(file) | weights, file, metadata={"format": "pt"})
+    write(path, weights)
     return weights
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_5_moe"])
+def write(path: Path, weights: dict[str, Tensor], without: Sequence[str] = ()) -> None:
+    """Adds weights to those of a checkpoint, or takes some away."""
+    file = path / "model.safetensors"
+    kept = {name: x for name, x in load_file(file).items() if name not in without}
+    save_file(kept | weights, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(params=CASES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    model = build(request.param)
+    model = tiny(request.param)
     model.save_pretrained(tmp_path)
-    return tmp_path, add_head(tmp_path, model)
+    return tmp_path, add_head(tmp_path, model, stacked=request.param == "qwen3_6_moe")
 
 
 def load(path: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return model
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight)
-
-
-def rotate(x: Tensor, theta: float, share: float) -> Tensor:
-    """``x [heads, T, D]`` at the positions 0 .. T - 1; the first ``share`` of its channels turns."""
-    n = int(x.shape[-1] * share)
-    angle = torch.arange(x.shape[1])[:, None] / theta ** (torch.arange(0, n, 2) / n)
-    a, b, rest = x[..., : n // 2], x[..., n // 2 : n], x[..., n:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], -1)
-
-
-@torch.no_grad()
-def drafts_ref(model: Any, weights: dict[str, Tensor], text: list[int], n: int) -> list[int]:
-    """What the head drafts after ``text``, from scratch and without a cache. Dense layers only."""
-    W = {name.removeprefix("mtp."): x for name, x in weights.items()}
-    L = {name.removeprefix("layers.0."): x for name, x in W.items()}
-    config = model.config
-    heads, groups, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rope = config.rope_parameters
-    theta, share = rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
-    hidden = model.model(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0]
-    tokens = text[1:]
-    drafts: list[int] = []
-    for _ in range(n):
-        e = norm(model.model.embed_tokens(torch.tensor(tokens)), W["pre_fc_norm_embedding.weight"])
-        u = torch.cat([e, norm(hidden, W["pre_fc_norm_hidden.weight"])], -1) @ W["fc.weight"].T
-        T = len(tokens)
-        x = norm(u, L["input_layernorm.weight"])
-        q, gate = (x @ L["self_attn.q_proj.weight"].T).view(T, heads, 2, D).unbind(2)
-        k = (x @ L["self_attn.k_proj.weight"].T).view(T, groups, D)
-        v = (x @ L["self_attn.v_proj.weight"].T).view(T, groups, D).repeat_interleave(heads // groups, 1)
-        q = rotate(norm(q, L["self_attn.q_norm.weight"]).transpose(0, 1), theta, share)
-        k = rotate(norm(k, L["self_attn.k_norm.weight"]).transpose(0, 1), theta, share)
-        k = k.repeat_interleave(heads // groups, 0)
-        scores = (q @ k.transpose(1, 2) * D**-0.5).masked_fill(~torch.ones(T, T).tril().bool(), float("-inf"))
-        o = (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1) * gate.sigmoid()
-        u = u + o.reshape(T, -1) @ L["self_attn.o_proj.weight"].T
-        x = norm(u, L["post_attention_layernorm.weight"])
-        up, down = x @ L["mlp.up_proj.weight"].T, L["mlp.down_proj.weight"].T
-        g = norm(u + (F.silu(x @ L["mlp.gate_proj.weight"].T) * up) @ down, W["norm.weight"])
-        drafts.append(int(model.lm_head(g[-1]).argmax()))
-        tokens, hidden = [*tokens, drafts[-1]], torch.cat([hidden, g[-1:]])
-    return drafts
 
 
 class Checked(MTPHead):
@@ -114,18 +83,32 @@ class Checked(MTPHead):
         return Draft.of(rows)
 
 
-def test_drafts_are_those_of_the_formulas(tmp_path: Path) -> None:
+def test_outputs_are_those_of_the_formulas(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+    """As exact as the formulas in the same dtype, and the same where tokens come in several steps."""
+    path, weights = checkpoint
+    model = load(path)
+    head = MTPHead.load(model)
+    gen = torch.Generator().manual_seed(1)
+    tokens, h = torch.randint(0, 128, (2, 7), generator=gen), torch.randn(2, 7, 64, generator=gen)
+    head.pads = torch.zeros(2, dtype=torch.long)
+    ours = torch.cat([head._feed(tokens[:, part], h[:, part]) for part in (slice(4), slice(4, 5), slice(5, 7))], 1)
+    stock, wide = (
+        torch.stack([head_ref(model, weights, *row) for row in zip(tokens, x, strict=True)]) for x in (h, h.double())
+    )
+    assert_as_exact(ours, stock, wide)
+
+
+def test_drafts_are_those_of_the_formulas(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
     """In a batch of left-padded prompts, after every number of accepted drafts, while rows end."""
-    build("qwen3_5").save_pretrained(tmp_path)
-    weights = add_head(tmp_path, build("qwen3_5"))
-    model, plain = load(tmp_path), load(tmp_path)
+    path, weights = checkpoint
+    model, plain = load(path), load(path)
     inputs = prompt(14, 5, 9)
     want = plain.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     ends = [int(want[1, 14 + 9])]
     want = plain.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
     replayssm.attach(model, backend=BACKEND)
     head = Checked(model)
-    head.load_state_dict({name.removeprefix("mtp."): x for name, x in weights.items()})
+    head.load_state_dict(MTPHead.load(model).state_dict())
     pads = (inputs["attention_mask"] == 0).sum(1)
     head.whole = [row[pad:].tolist() for row, pad in zip(want, pads, strict=True)]
     head.plain, head.weights = plain, weights
@@ -142,7 +125,8 @@ def test_greedy_and_sampled(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
     want = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     replayssm.attach(model, backend=BACKEND)
     head = MTPHead.load(model)
-    assert all(torch.equal(x, weights[f"mtp.{name}"]) for name, x in head.state_dict().items())
+    own = {f"mtp.{name}": x for name, x in head.state_dict().items()}
+    assert all(torch.equal(own[name], x) for name, x in weights.items() if ".experts." not in name or x.dim() == 3)
     for draft in ("mtp", head, head, MTPHead.load(model, branches=2)):
         out = replayssm.generate(model, **inputs, max_new_tokens=NEW, draft=draft, draft_tokens=3)
         assert torch.equal(out.sequences, want) and out.drafted > 60
@@ -159,22 +143,57 @@ def test_what_is_no_head(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no weights mtp\.\* in"):
         MTPHead.load(model, tmp_path)
-    weights = add_head(tmp_path, model)
+    add_head(tmp_path, model)
     MTPHead.load(model, tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {"mtp.fc.weight": weights["mtp.fc.weight"][:, :5].contiguous()}, file)
-    with pytest.raises(ValueError, match=r"not those that are known: fc\.weight"):
-        MTPHead.load(model, tmp_path)
-    save_file(load_file(file) | {"mtp.layers.1.norm.weight": torch.ones(3)}, file)
-    with pytest.raises(ValueError, match=r"not those that are known: layers\.1\.norm\.weight"):
-        MTPHead.load(model, tmp_path)
-    with pytest.raises(ValueError, match="known for qwen3_5_text, qwen3_5_moe_text; got 'kimi_linear'"):
+    valid = "qwen3_5_text, qwen3_5_moe_text, qwen3_next, nemotron_h"
+    with pytest.raises(ValueError, match=f"known for {valid}; got 'kimi_linear'"):
         MTPHead.load(build("kimi_linear"), tmp_path)
+    with pytest.raises(ValueError, match=r"must be full_attention, moe, mlp; mtp_layers_block_type is \['linear_att"):
+        MTPHead(build("nemotron_h", mtp_layers_block_type=["mamba", "moe"]))
     with pytest.raises(ValueError, match="was not loaded from a directory"):
         MTPHead.load(model)
+    file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"the weights in .* cannot be read: "):
         MTPHead.load(model, tmp_path)
+
+
+def test_weights_that_are_not_known(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+    """Each is named as it is in the checkpoint."""
+    path, weights = checkpoint
+    model = load(path)
+    fc = next(name for name, x in weights.items() if list(x.shape) == [64, 128])
+    last = [name for name in weights if "down_proj" in name and "shared" not in name][-1]
+    for name in (fc, last):
+        short, x = re.escape(name.removeprefix("mtp.")), weights[name]
+        write(path, {name: x[..., :5].contiguous()})
+        wrong, right = re.escape(str([*x.shape[:-1], 5])), re.escape(str(list(x.shape)))
+        with pytest.raises(ValueError, match=f"not those that are known: {short} is {wrong}, not {right}$"):
+            MTPHead.load(model)
+        write(path, {}, without=[name])
+        if weights[name].dim() == 3:  # then the experts are expected one by one
+            short = r"layers\.0\.mlp\.experts\.0\.down_proj\.weight"
+        with pytest.raises(ValueError, match=f"not those that are known: {short} is missing"):
+            MTPHead.load(model)
+        write(path, {name: x, "mtp.layers.7.norm.weight": torch.ones(3)})
+        with pytest.raises(ValueError, match=r"not those that are known: layers\.7\.norm\.weight is unknown$"):
+            MTPHead.load(model)
+        write(path, {}, without=["mtp.layers.7.norm.weight"])
+    write(path, {f"mtp.layers.7.{i}": torch.ones(3) for i in range(10)})
+    with pytest.raises(ValueError, match=r"7\.0 is unknown, .* layers\.7\.7 is unknown and 2 more$"):
+        MTPHead.load(model)
+
+
+def test_routers_stay_exact_in_bfloat16(tmp_path: Path) -> None:
+    """Nemotron's, as in its decoder; the other weights have the model's dtype."""
+    model = tiny("nemotron_h")
+    model.save_pretrained(tmp_path)
+    weights = add_head(tmp_path, model)
+    state = MTPHead.load(model.bfloat16(), tmp_path).state_dict()
+    exact = {name for name, x in state.items() if x.dtype == torch.float32}
+    assert exact == {"layers.1.mixer.gate.weight", "layers.1.mixer.gate.e_score_correction_bias"}
+    assert all(torch.equal(state[name], weights[f"mtp.{name}"]) for name in exact)
+    assert {x.dtype for name, x in state.items() if name not in exact} == {torch.bfloat16}
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
