@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import make_spec
+from conftest import WHERE
+from harness import Where, make_spec
 from torch import Tensor
 
 from replayssm import Recurrence, StatePool, ops
-from replayssm.testing import Inputs, make_inputs, make_pool, memory
+from replayssm.backends import explain, for_trees
+from replayssm.testing import Inputs, make_inputs, memory
 from replayssm.testing.memory import assert_untouched
 from replayssm.testing.oracle import Tally, plain
 from replayssm.tree import commit_path, extend_tree, verify_tree
 
 N, WINDOW = 5, 7
+TORCH = Where("torch", "cpu")
 
 
 def random_tree(B: int, T: int, rng: torch.Generator) -> Tensor:
@@ -44,15 +47,15 @@ def paths(parents: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
 class Run:
     """A pool in poisoned memory and the states of its slots, in float64 and in float32."""
 
-    def __init__(self, recurrence: Recurrence, seed: int = 0) -> None:
-        self.rng = torch.Generator().manual_seed(seed)
+    def __init__(self, recurrence: Recurrence, where: Where = TORCH, seed: int = 0) -> None:
+        self.where, self.rng = where, torch.Generator().manual_seed(seed)
         self.spec = make_spec(recurrence)
-        self.pool = make_pool([self.spec], N, fold_every=6, window=WINDOW, width=4, generator=self.rng, backend="torch")
+        self.pool = where.pool([self.spec], N=N, fold_every=6, window=WINDOW, width=4, generator=self.rng)
         self.layer = self.pool.layers[0]
         s = self.spec
         self.same = torch.randn(N, s.HV, s.V, s.K, generator=self.rng)
         self.exact = self.same.double()
-        ops.seed(self.layer, self.same, torch.arange(N, dtype=torch.int32))
+        ops.seed(self.layer, self.same.to(where.device), where.slots(*range(N)))
         self.tally = Tally(torch.float32)
 
     def inputs(self, B: int, T: int) -> Inputs:
@@ -60,7 +63,9 @@ class Run:
         return make_inputs(s.recurrence, B, T, s.H, s.HV, s.K, s.V, generator=self.rng)
 
     def verify(self, slots: Tensor, inputs: Inputs, parents: Tensor) -> Tensor:
-        out = verify_tree(self.layer, *inputs, parents, slots=slots)
+        to = self.where.device
+        given = (x.to(to) for x in (*inputs, parents))
+        out = verify_tree(self.layer, *given, slots=slots.to(to), backend=self.where.backend).cpu()
         for row, slot in enumerate(slots.tolist()):
             if slot < 0:
                 assert not out[row].any()
@@ -85,11 +90,11 @@ class Run:
                 self.exact[slot] = plain(self.spec.recurrence, self.exact[slot, None], wide, torch.float64)[1][-1, 0]
 
 
-def test_trees_over_many_steps(recurrence: Recurrence) -> None:
+def walk(run: Run, steps: int) -> None:
     """Random trees, paths and slots, over folds, padding among them; a chain by ``ops.verify`` now and then, and at the
     end all rows are folded. Slots that a call does not name stay as they are, bit by bit."""
-    run = Run(recurrence)
-    for step in range(30):
+    to = run.where.device
+    for step in range(steps):
         slots = torch.randperm(N, generator=run.rng)[:3].int()
         slots[1] = -1 if step % 4 == 0 else slots[1]
         before = memory(run.pool)
@@ -97,20 +102,30 @@ def test_trees_over_many_steps(recurrence: Recurrence) -> None:
         inputs = run.inputs(3, T)
         if step % 5 == 4:
             parents = torch.arange(-1, T - 1).expand(3, T)
-            ops.verify(run.layer, *inputs, slots=slots, backend="torch")
+            ops.verify(run.layer, *(x.to(to) for x in inputs), slots=slots.to(to), backend=run.where.backend)
         else:
             parents = random_tree(3, T, run.rng)
             run.verify(slots, inputs, parents)
         path, accepted = paths(parents, run.rng)
-        commit_path(run.pool.layers, path, accepted, slots)
+        commit_path(run.pool.layers, path.to(to), accepted.to(to), slots.to(to))
         run.follow(slots, inputs, path, accepted)
         run.pool.check()
         assert_untouched(run.pool, before, slots.tolist())
     run.tally.check("nodes")
-    run.pool.fold(torch.arange(N, dtype=torch.int32))
+    run.pool.fold(run.where.slots(*range(N)))
     states = Tally(torch.float32)
-    states.add(run.layer.ckpt, run.same, run.exact)
+    states.add(run.layer.ckpt.cpu(), run.same, run.exact)
     states.check("states")
+
+
+@pytest.fixture(params=[x for x in WHERE if x.backend == for_trees(x.backend)], ids=str)
+def where(request: pytest.FixtureRequest) -> Where:
+    """Those that verify trees."""
+    return request.param
+
+
+def test_trees_over_many_steps(recurrence: Recurrence, where: Where) -> None:
+    walk(Run(recurrence, where), 30)
 
 
 def test_a_chain_is_a_tree(recurrence: Recurrence) -> None:
@@ -161,6 +176,17 @@ def test_convolution_windows() -> None:
         s = pool.layers[0]
         ops.verify(s, *make_inputs(s.recurrence, 2, T, s.H, s.HV, s.K, s.V, generator=rng), slots=slots)
         commit_path(pool.layers, path, accepted, slots, pool.convs)
+
+
+def test_which_backend_verifies_trees() -> None:
+    run, slots = Run(Recurrence("head", True)), torch.tensor([2], dtype=torch.int32)
+    choice = explain(run.layer, tree=True)
+    assert choice.name == "torch" and choice.reasons["cpu"] == "it verifies chains only"
+    assert for_trees("cpu") == "auto" and for_trees("torch") == "torch"
+    with pytest.raises(ValueError, match="backend 'cpu' cannot serve this layer: it verifies chains only"):
+        verify_tree(run.layer, *run.inputs(1, 2), torch.tensor([[-1, -1]]), slots=slots, backend="cpu")
+    with pytest.raises(ValueError, match="unknown backend 'tree'; valid: auto, "):
+        verify_tree(run.layer, *run.inputs(1, 2), torch.tensor([[-1, -1]]), slots=slots, backend="tree")
 
 
 def test_errors() -> None:

@@ -38,6 +38,22 @@ def test_against_the_oracle(decay: str, erase: bool, dtype: str, T: int) -> None
     assert row["ok"], row
 
 
+TREES = """
+import sys
+sys.path.insert(0, "tests")
+from test_speculative_tree import Recurrence, Run, Where, walk
+for erase in (False, True):
+    walk(Run(Recurrence(sys.argv[1], erase), Where("triton", "cpu")), 6)
+"""
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_trees_against_the_oracle(decay: str) -> None:
+    command = [sys.executable, "-c", TREES, decay]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 ODD = """
 import torch
 from replayssm import GDN, KDA, MAMBA2, LayerSpec, StatePool, ops

@@ -5,7 +5,8 @@ committed rows and its ancestors, so decays add up along its path. A chain is th
 Draft rows lie in the ring in the order of the nodes; :func:`commit_path` moves those of one path together, so
 that the rows which stay are as contiguous as after a chain.
 
-Plain torch for every backend's memory; the sums are those of :mod:`replayssm.backends.torch`, over paths.
+In a kernel a path is walked from its node to the root: what a chain reads token by token from the last one back, a node
+of a tree reads where the token is its ancestor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from replayssm import checks, ops
-from replayssm.backends import torch as portable
+from replayssm.backends import choose
 from replayssm.conv import ConvWindow
 from replayssm.layer import LayerState
 from replayssm.ring import without_padding
@@ -34,12 +35,14 @@ def verify_tree(
     *,
     slots: Tensor,
     out: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """:func:`replayssm.ops.verify` of a tree of ``T`` nodes a row: same inputs, same outputs ``[B, T, HV, V]``.
 
     parents: int64 ``[B, T]``, ``-1 <= parents[b, t] < t``; the range is checked on the CPU only. As after ``verify``, a
-    commit must follow: :func:`commit_path`, or ``ops.commit`` of 0. Raises ValueError or TypeError on a wrong shape,
-    dtype, device, slot or parent.
+    commit must follow: :func:`commit_path`, or ``ops.commit`` of 0. backend: ``"auto"``, ``"triton"`` or ``"torch"``;
+    ``explain(layer, tree=True)`` says what auto takes. Raises ValueError or TypeError on a wrong shape, dtype, device,
+    slot, parent or backend.
     """
     checks.check_verify("verify_tree", layer, q, k, v, w, g, slots)
     checks.check_parents("verify_tree", parents, slots, v.shape[1])
@@ -48,24 +51,8 @@ def verify_tree(
     else:
         checks.check_out("verify_tree", out, v)
     if v.numel():
-        portable.verify_along(layer, (q, k, v, w, g), slots, out, lambda g, rows: _paths(g, parents[rows]))
+        choose(backend, layer, tree=True).verify_tree(layer, q, k, v, w, g, slots, out, parents)
     return out
-
-
-def _paths(g: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of ``g [B, HV, T, ~]`` along paths: from the root to each node, ``[B, HV, T, ~]``; and ``[B, HV, T, T, ~]``,
-    entry (t, j) over the nodes after j down to t, -inf unless j is an ancestor of t or t itself."""
-    B, T = parents.shape
-    row = torch.arange(B, device=g.device)
-    sums = torch.zeros_like(g)
-    segments = torch.full((*g.shape[:3], T, g.shape[3]), float("-inf"), dtype=g.dtype, device=g.device)
-    for t in range(T):
-        up, root = parents[:, t].clamp(min=0), (parents[:, t] < 0)[:, None, None]
-        sums[:, :, t] = torch.where(root, 0, sums[row, :, up]) + g[:, :, t]
-        above = torch.where(root[..., None], float("-inf"), segments[row, :, up])
-        segments[:, :, t] = above + g[:, :, t, None]
-        segments[:, :, t, t] = 0
-    return sums, segments
 
 
 def tree_windows(before: Tensor, new: Tensor, parents: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Which code runs a step. Every choice can be asked for by name, and :func:`explain` says why.
 
-A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``; optional packages are imported
-only
-when it is asked.
+A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``, and with ``verify_tree`` where it
+can do that; optional packages are imported only when it is asked.
 """
 
 from __future__ import annotations
@@ -23,6 +22,12 @@ class Backend(Protocol):
     def verify(
         layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
     ) -> None: ...
+
+    @staticmethod
+    def verify_tree(
+        layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor,
+        parents: Tensor,
+    ) -> None: ...  # fmt: skip
 
     @staticmethod
     def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None: ...
@@ -56,6 +61,11 @@ def names() -> list[str]:
     return list(_MODULES)
 
 
+def for_trees(backend: str) -> str:
+    """``backend``, or ``"auto"`` where it verifies chains only: what a model attached with it takes for trees."""
+    return backend if backend == "auto" or hasattr(load(backend), "verify_tree") else "auto"
+
+
 def load(name: str) -> Backend:
     """The backend module; raises ValueError with the valid names if there is none."""
     if name not in _MODULES:
@@ -63,18 +73,18 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(_MODULES[name]))
 
 
-def explain(layer: LayerState, backend: str = "auto") -> Choice:
-    """Which backend ``backend`` means for this layer, and why not the others. Raises ValueError where a named backend
-    cannot serve the layer."""
+def explain(layer: LayerState, backend: str = "auto", tree: bool = False) -> Choice:
+    """Which backend ``backend`` means for this layer, and why not the others. tree: for draft trees. Raises ValueError
+    where a named backend cannot serve the layer."""
     if backend != "auto":
-        why = load(backend).refuses(layer)
+        why = _refuses(backend, layer, tree)
         if why is not None:
             raise ValueError(f"backend {backend!r} cannot serve this layer: {why}")
         return Choice(backend, {name: f"{backend} was asked for" for name in _MODULES if name != backend})
     reasons: dict[str, str] = {}
     chosen = ""
     for name in _MODULES:
-        why = load(name).refuses(layer)
+        why = _refuses(name, layer, tree)
         if why is None and not chosen:
             chosen = name
         else:
@@ -82,13 +92,17 @@ def explain(layer: LayerState, backend: str = "auto") -> Choice:
     return Choice(chosen, reasons)
 
 
-def choose(backend: str, layer: LayerState) -> Backend:
-    """The backend to call for this layer."""
+def choose(backend: str, layer: LayerState, tree: bool = False) -> Backend:
+    """The backend to call for this layer; see :func:`explain`."""
     if backend != "auto":
-        explain(layer, backend)
+        explain(layer, backend, tree)
         return load(backend)
     for name in _MODULES:
-        module = load(name)
-        if module.refuses(layer) is None:
-            return module
+        if _refuses(name, layer, tree) is None:
+            return load(name)
     raise AssertionError("unreachable: the torch backend serves every layer")
+
+
+def _refuses(name: str, layer: LayerState, tree: bool) -> str | None:
+    module = load(name)
+    return "it verifies chains only" if tree and not hasattr(module, "verify_tree") else module.refuses(layer)

@@ -30,10 +30,18 @@ def verify(
     layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
 ) -> None:
     """See :func:`replayssm.ops.verify`."""
-    verify_along(layer, (q, k, v, w, g), slots, out, lambda g, rows: (g.cumsum(2), _segments(g)))
+    _verify_along(layer, (q, k, v, w, g), slots, out, lambda g, rows: (g.cumsum(2), _segments(g)))
 
 
-def verify_along(
+def verify_tree(
+    layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor,
+    parents: Tensor,
+) -> None:  # fmt: skip
+    """See :func:`replayssm.tree.verify_tree`."""
+    _verify_along(layer, (q, k, v, w, g), slots, out, lambda g, rows: _paths(g, parents[rows]))
+
+
+def _verify_along(
     layer: LayerState,
     inputs: Sequence[Tensor],
     slots: Tensor,
@@ -122,6 +130,22 @@ def _segments(g: Tensor) -> Tensor:
     later = (t[:, None] > t)[..., None]  # (l, j): l comes after j
     sums = torch.where(later, g[:, :, :, None], 0).cumsum(2)
     return sums.masked_fill((t[:, None] < t)[..., None], float("-inf"))
+
+
+def _paths(g: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of ``g [B, HV, T, ~]`` along paths: from the root to each node, ``[B, HV, T, ~]``; and ``[B, HV, T, T, ~]``,
+    entry (t, j) over the nodes after j down to t, -inf unless j is an ancestor of t or t itself."""
+    B, T = parents.shape
+    row = torch.arange(B, device=g.device)
+    sums = torch.zeros_like(g)
+    segments = torch.full((*g.shape[:3], T, g.shape[3]), float("-inf"), dtype=g.dtype, device=g.device)
+    for t in range(T):
+        up, root = parents[:, t].clamp(min=0), (parents[:, t] < 0)[:, None, None]
+        sums[:, :, t] = torch.where(root, 0, sums[row, :, up]) + g[:, :, t]
+        above = torch.where(root[..., None], float("-inf"), segments[row, :, up])
+        segments[:, :, t] = above + g[:, :, t, None]
+        segments[:, :, t, t] = 0
+    return sums, segments
 
 
 def _per_value_head(layer: LayerState, x: Tensor) -> Tensor:

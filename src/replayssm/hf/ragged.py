@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from replayssm.backends import for_trees
 from replayssm.hf.cache import ReplayCache
 from replayssm.hf.state import RecurrentState, Step
 from replayssm.hf.window import Window
@@ -141,7 +142,10 @@ class RaggedState(RecurrentState):
         """See the base; a tree where the step is one."""
         if self.parents is None:
             return super().verify(layer, q, k, v, w, g)
-        return verify_tree(self.states[layer], q, k, v, w, g, self.parents.to(q.device), slots=self.slots)
+        backend = for_trees(self.options.backend)
+        return verify_tree(
+            self.states[layer], q, k, v, w, g, self.parents.to(q.device), slots=self.slots, backend=backend
+        )
 
     def take_path(self, source: Tensor) -> None:
         """The step's tokens ``source [B, P]`` (int64, on the CPU; ascending) become its first ones."""

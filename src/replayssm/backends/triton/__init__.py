@@ -35,6 +35,14 @@ def verify(
         launch_verify(layer, q, k, v, w, g, slots, out, config(layer, v.shape[1]))
 
 
+def verify_tree(
+    layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor,
+    parents: Tensor,
+) -> None:  # fmt: skip
+    """See :func:`replayssm.tree.verify_tree`."""
+    launch_verify(layer, q, k, v, w, g, slots, out, config(layer, v.shape[1]), parents)
+
+
 def config(layer: LayerState, T: int) -> LaunchConfig:
     """The launch configuration that :func:`verify` takes for ``T`` new tokens."""
     recurrence = layer.recurrence
@@ -57,8 +65,9 @@ def launch_verify(
     slots: Tensor,
     out: Tensor,
     config: LaunchConfig,
+    parents: Tensor | None = None,
 ) -> None:
-    """:func:`verify` with an explicit configuration (tuning and tests)."""
+    """:func:`verify`, or of a tree, with an explicit configuration (tuning and tests)."""
     from replayssm.backends.triton.kernel import read_kernel
     from replayssm.backends.triton.prepare import prepare_kernel
 
@@ -83,11 +92,12 @@ def launch_verify(
         PRECISION="tf32" if tf32 else "ieee",
     )  # fmt: skip
     prepare_kernel[(B * HV // group,)](
-        q, k, w, g, slots, layer.k, layer.w, layer.g, layer.ring.head, layer.ring.count, meta, work, work_x, keys,
-        decays, *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
+        q, k, w, g, slots, slots if parents is None else parents, layer.k, layer.w, layer.g, layer.ring.head,
+        layer.ring.count, meta, work, work_x, keys, decays, *(0, 0) if parents is None else parents.stride(),
+        *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
         BC=BK if X <= 2 else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16), GROUP=group,
-        BG=power_of_2(group), LIMIT=layer.ring.limit, num_warps=1, **shape,
+        BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, num_warps=1, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x.view(B, HV, X, K).transpose(1, 2)

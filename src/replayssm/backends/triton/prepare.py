@@ -1,8 +1,9 @@
 """The first launch of a step, all that needs no state; kernel.py says what for, and whose names these are.
 
 New queries and keys are taken back through the new tokens and the ring, from the newest row to the oldest; each row
-that they meet gets a coefficient. Log-decays are added up before the exponential is taken: errors of exponentials would
-multiply up. Sums are over suffixes, never differences of prefix sums."""
+that they meet gets a coefficient. Of a draft tree's tokens they meet their ancestors alone. Log-decays are added up
+before the exponential is taken: errors of exponentials would multiply up. Sums are over suffixes, never differences of
+prefix sums."""
 
 import triton
 import triton.language as tl
@@ -12,10 +13,11 @@ from replayssm.backends.triton.tiles import add_product, load_columns, ordered
 
 @triton.jit
 def prepare_kernel(
-    q, k, w, g, slots, ring_k, ring_w, ring_g, head, count, meta, work, work_x, keys, decays,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_wb, s_wt, s_wh, s_gb, s_gt, s_gh, s_rkn, s_rkh, s_rwn, s_rwh, s_rgn, s_rgh,
+    q, k, w, g, slots, parents, ring_k, ring_w, ring_g, head, count, meta, work, work_x, keys, decays,
+    s_pb, s_pt, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_wb, s_wt, s_wh, s_gb, s_gt, s_gh,
+    s_rkn, s_rkh, s_rwn, s_rwh, s_rgn, s_rgh,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LIMIT: tl.constexpr,
-    CHANNEL: tl.constexpr, ERASE: tl.constexpr, GROUP: tl.constexpr,
+    CHANNEL: tl.constexpr, ERASE: tl.constexpr, TREE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -45,6 +47,7 @@ def prepare_kernel(
     p_w, p_g = w + i_b * s_wb + (i_h + o_h) * s_wh, g + i_b * s_gb + i_h * s_gh
     p_rk, p_rg = ring_k + i_slot * s_rkn + i_g * s_rkh, ring_g + i_slot * s_rgn + i_h * s_rgh
     p_rw, p_work = ring_w + i_slot * s_rwn + (i_h + o_h) * s_rwh, work + (i_b * HV + i_h + o_h) * WIDTH
+    p_up = parents + i_b * s_pb
     p_x = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)
     o_k = tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :]
     m_k = o_k < K
@@ -53,13 +56,13 @@ def prepare_kernel(
         _by_channel(
             p_x, p_k, w + i_b * s_wb + i_h * s_wh, p_g, p_rk, ring_w + i_slot * s_rwn + i_h * s_rwh, p_rg,
             work + i_bh * WIDTH, work_x + i_bh * X * K + o_k, keys + i_bh * BR * K + o_k, decays + i_bh * K + o_k,
-            i_head, n, due, o_k, m_k, o_r, o_x, s_kt, s_wt, s_gt, T, X, K, R, BR,
+            i_head, n, due, o_k, m_k, o_r, o_x, p_up, s_pt, s_kt, s_wt, s_gt, T, X, K, R, BR, TREE,
         )  # fmt: skip
     else:
         p_g, p_rg = p_g + o_h * s_gh, p_rg + o_h * s_rgh
         _by_head(
-            p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, s_kt, s_wt, s_gt,
-            T, X, K, R, BK, BR, GROUP, BG, BX, BT, PARTS, PRECISION, UPCAST,
+            p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_kt, s_wt,
+            s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, PARTS, PRECISION, UPCAST,
         )  # fmt: skip
     for t in range(T):  # the new rows but for d
         i_new = (i_head + n + t) % R
@@ -75,10 +78,21 @@ def prepare_kernel(
 
 
 @triton.jit
+def _meets(b_at, o_t, j, i_up, TREE: tl.constexpr):
+    """Which of the tokens ``o_t`` meet token ``j``, whose parent is ``i_up``, on their way back, and which one each
+    meets next, so far ``b_at``."""
+    if TREE:
+        m_on = b_at == j
+        return m_on, tl.where(m_on, i_up, b_at)
+    else:
+        return o_t >= j, b_at
+
+
+@triton.jit
 def _by_head(
-    p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, s_kt, s_wt, s_gt,
-    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr,
+    p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_kt,
+    s_wt, s_gt, T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, TREE: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Products with keys are shared by the value heads, decays [BG] are not."""
@@ -96,10 +110,11 @@ def _by_head(
     b_keep = tl.load(p_rw[:, None] + i_row[None, :], mask=m_hr, other=0.0)  # [BG, BR]
     b_next = tl.load(p_next, mask=m_h[:, None] & (o_r + 1 < n)[None, :], other=0.0)
     b_oldest = tl.load(p_rg + i_head, mask=m_h, other=0.0)
-    ws, gs = (), ()
+    ws, gs, ups = (), (), ()
     for t in tl.static_range(T):
         ws = ws + (tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32),)
         gs = gs + (tl.load(p_g + t * s_gt, mask=m_h, other=0.0).to(tl.float32),)
+        ups = ups + (tl.load(p_up + t * s_pt).to(tl.int32) if TREE else 0,)
     b_gram, b_score = tl.zeros([BT, BX], tl.float32), tl.zeros([BR, BX], tl.float32)
     for i in tl.static_range(BK // C):
         b_x = ordered(xs[i], W)
@@ -107,13 +122,15 @@ def _by_head(
         b_score = add_product(b_score, ordered(olds[i], W), b_x, INPUT, PARTS, DTYPE, PRECISION)
     # From the last token back; b_log: the log-decay from after token j to each x that follows.
     p_near, p_scale, p_keep = p_work + X * BR, p_work + X * (BR + T), p_work + X * (BR + T + 1)
-    b_log, m_hx = tl.zeros([BG, BX], tl.float32), m_h[:, None] & (o_x < X)[None, :]
+    b_log, b_at, m_hx = tl.zeros([BG, BX], tl.float32), o_t, m_h[:, None] & (o_x < X)[None, :]
     for j in tl.static_range(T - 1, -1, -1):
         b_dot = tl.sum(tl.where((o_j == j)[:, None], b_gram, 0.0), 0)
         b_near = b_dot[None, :] * ws[j][:, None] * tl.exp(b_log)
-        b_near = tl.where((o_t + tl.where(o_x < T, 1, 0) > j)[None, :], b_near, 0.0)  # a key reads what came before it
+        m_on, b_at = _meets(b_at, o_t, j, ups[j], TREE)
+        m_near = m_on & ((o_x < T) | (o_t > j))  # a key reads what came before it
+        b_near = tl.where(m_near[None, :], b_near, 0.0)
         tl.store(p_near[:, None] + j * X + o_x[None, :], b_near, mask=m_hx)
-        b_log += tl.where((o_t >= j)[None, :], gs[j][:, None], 0.0)
+        b_log += tl.where(m_on[None, :], gs[j][:, None], 0.0)
     b_all = tl.sum(b_next, 1) + tl.where(n > 0, b_oldest, 0.0)
     b_keep *= tl.exp(tl.cumsum(b_next, 1, reverse=True))
     tl.store(p_scale[:, None] + o_x[None, :], tl.exp(b_log + b_all[:, None]), mask=m_hx)
@@ -128,20 +145,23 @@ def _by_head(
 @triton.jit
 def _by_channel(
     p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, p_out, p_keys, p_decay, i_head, n, due, o_k, m_k, o_r, o_x,
-    s_kt, s_wt, s_gt,
-    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    p_up, s_pt, s_kt, s_wt, s_gt,
+    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """All vectors in one block [BX, NC, BC], as they decay by channel; four ring rows at a time."""
     o_t, m_x = o_x % T, (o_x < X)[:, None, None] & m_k[None, :, :]
+    b_at = o_t
     b_x = tl.load(p_x[:, None, None] + o_k[None, :, :], mask=m_x, other=0.0).to(tl.float32)
     for i in range(T):
         j = T - 1 - i
         b_k = tl.load(p_k + j * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_g = tl.load(p_g + j * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
+        i_up = tl.load(p_up + j * s_pt).to(tl.int32) if TREE else 0
         b_near = tl.sum(tl.sum(b_x * b_k[None, :, :], 1), 1) * tl.load(p_w + j * s_wt).to(tl.float32)
-        b_near = tl.where(o_t + tl.where(o_x < T, 1, 0) > j, b_near, 0.0)  # a key reads what came before it
+        m_on, b_at = _meets(b_at, o_t, j, i_up, TREE)
+        b_near = tl.where(m_on & ((o_x < T) | (o_t > j)), b_near, 0.0)  # a key reads what came before it
         tl.store(p_work + X * BR + j * X + o_x, b_near, mask=o_x < X)
-        b_x = tl.where((o_t >= j)[:, None, None], b_x * tl.exp(b_g)[None, :, :], b_x)
+        b_x = tl.where(m_on[:, None, None], b_x * tl.exp(b_g)[None, :, :], b_x)
     b_back, o_a = tl.zeros(o_k.shape, tl.float32), tl.arange(0, 4)
     for i in range(0, n, 4):
         rows, ones = (), ()
