@@ -88,8 +88,6 @@ def launch_verify(
     tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
     shape = dict(
         T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width, UPCAST=not tensor_cores,
-        PARTS=1 if not tf32 else 3 if 4 in (q.element_size(), v.element_size()) else 2,
-        PRECISION="tf32" if tf32 else "ieee",
     )  # fmt: skip
     prepare_kernel[(B * HV // group,)](
         q, k, w, g, slots, slots if parents is None else parents, layer.k, layer.w, layer.g, layer.ring.head,
@@ -109,6 +107,8 @@ def launch_verify(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         V=V, BC=64 // size if config.dot else 32, BV=config.BV, BX=power_of_2(X, 8), DOT=config.dot,
+        PARTS=1 if not tf32 else 3 if 4 in (q.element_size(), v.element_size()) else 2,
+        PRECISION="tf32" if tf32 else "ieee",
         AXIS_V=config.order.index("v"), AXIS_B=config.order.index("b"), AXIS_H=config.order.index("h"),
         num_warps=config.num_warps, **options, **shape,
     )  # fmt: skip

@@ -8,7 +8,7 @@ prefix sums."""
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.tiles import add_product, load_columns, ordered
+from replayssm.backends.triton.tiles import load_columns, ordered
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def prepare_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LIMIT: tl.constexpr,
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, TREE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    WIDTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
 
@@ -61,8 +61,8 @@ def prepare_kernel(
     else:
         p_g, p_rg = p_g + o_h * s_gh, p_rg + o_h * s_rgh
         _by_head(
-            p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_kt, s_wt,
-            s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, PARTS, PRECISION, UPCAST,
+            p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt,
+            s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, UPCAST,
         )  # fmt: skip
     for t in range(T):  # the new rows but for d
         i_new = (i_head + n + t) % R
@@ -89,23 +89,34 @@ def _meets(b_at, o_t, j, i_up, TREE: tl.constexpr):
 
 
 @triton.jit
+def _times_one(blocks, p, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    """Of rows loaded by columns the products with the vector at ``p``: [rows]."""
+    b = tl.zeros(blocks[0].shape, tl.float32)
+    for i in tl.static_range(BK // C):
+        b_one = load_columns(p + tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), i, K, BK, C)
+        b += blocks[i].to(tl.float32) * b_one.to(tl.float32)
+    return tl.sum(tl.sum(b, 2), 0)
+
+
+@triton.jit
 def _by_head(
-    p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_kt,
-    s_wt, s_gt, T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt, s_wt,
+    s_gt, T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, TREE: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Products with keys are shared by the value heads, decays [BG] are not."""
+    """Products with keys are shared by the value heads, decays [BG] are not: on tensor cores those of 16 bits; float32
+    would have to go there in three parts, so it takes multiply-adds."""
     INPUT: tl.constexpr = p_k.dtype.element_ty if p_k.dtype.element_ty == p_rk.dtype.element_ty else tl.float32
-    DTYPE: tl.constexpr = tl.float32 if UPCAST else INPUT
-    W: tl.constexpr = 32 // INPUT.primitive_bitwidth
-    C: tl.constexpr = 16 * W
+    WIDE: tl.constexpr = tl.float32 == INPUT
+    C: tl.constexpr = 16 if WIDE else 32
     o_j, o_t, i_row = tl.arange(0, BT), o_x % T, (i_head + o_r) % R
     xs, news, olds = (), (), ()
     for i in tl.static_range(BK // C):
         xs = xs + (load_columns(p_x, o_x < X, i, K, BK, C),)
-        news = news + (load_columns(p_k + o_j * s_kt, o_j < T, i, K, BK, C),)
         olds = olds + (load_columns(p_rk + i_row * K, o_r < n, i, K, BK, C),)
+        if not WIDE:
+            news = news + (load_columns(p_k + o_j * s_kt, o_j < T, i, K, BK, C),)
     m_hr, p_next = m_h[:, None] & (o_r < n)[None, :], p_rg[:, None] + ((i_head + o_r + 1) % R)[None, :]
     b_keep = tl.load(p_rw[:, None] + i_row[None, :], mask=m_hr, other=0.0)  # [BG, BR]
     b_next = tl.load(p_next, mask=m_h[:, None] & (o_r + 1 < n)[None, :], other=0.0)
@@ -115,17 +126,29 @@ def _by_head(
         ws = ws + (tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32),)
         gs = gs + (tl.load(p_g + t * s_gt, mask=m_h, other=0.0).to(tl.float32),)
         ups = ups + (tl.load(p_up + t * s_pt).to(tl.int32) if TREE else 0,)
-    b_gram, b_score = tl.zeros([BT, BX], tl.float32), tl.zeros([BR, BX], tl.float32)
-    for i in tl.static_range(BK // C):
-        b_x = ordered(xs[i], W)
-        b_gram = add_product(b_gram, ordered(news[i], W), b_x, INPUT, PARTS, DTYPE, PRECISION)
-        b_score = add_product(b_score, ordered(olds[i], W), b_x, INPUT, PARTS, DTYPE, PRECISION)
+    grams, scores = (), ()  # of each new key with all x, [BX]; of each x with all old keys, [BR]
+    if WIDE:
+        for j in tl.static_range(T):
+            grams = grams + (_times_one(xs, p_k + j * s_kt, K, BK, C),)
+        for x in tl.static_range(X):
+            p_one = p_q + x * s_qt if x < T else p_k + (x - T) * s_kt
+            scores = scores + (_times_one(olds, p_one, K, BK, C),)
+    else:
+        DTYPE: tl.constexpr = tl.float32 if UPCAST else INPUT
+        b_gram, b_score = tl.zeros([BT, BX], tl.float32), tl.zeros([BR, BX], tl.float32)
+        for i in tl.static_range(BK // C):
+            b_x = tl.trans(ordered(xs[i], 2)).to(DTYPE)
+            b_gram = tl.dot(ordered(news[i], 2).to(DTYPE), b_x, acc=b_gram)
+            b_score = tl.dot(ordered(olds[i], 2).to(DTYPE), b_x, acc=b_score)
+        for j in tl.static_range(T):
+            grams = grams + (tl.sum(tl.where((o_j == j)[:, None], b_gram, 0.0), 0),)
+        for x in tl.static_range(X):
+            scores = scores + (tl.sum(tl.where((o_x == x)[None, :], b_score, 0.0), 1),)
     # From the last token back; b_log: the log-decay from after token j to each x that follows.
     p_near, p_scale, p_keep = p_work + X * BR, p_work + X * (BR + T), p_work + X * (BR + T + 1)
     b_log, b_at, m_hx = tl.zeros([BG, BX], tl.float32), o_t, m_h[:, None] & (o_x < X)[None, :]
     for j in tl.static_range(T - 1, -1, -1):
-        b_dot = tl.sum(tl.where((o_j == j)[:, None], b_gram, 0.0), 0)
-        b_near = b_dot[None, :] * ws[j][:, None] * tl.exp(b_log)
+        b_near = grams[j][None, :] * ws[j][:, None] * tl.exp(b_log)
         m_on, b_at = _meets(b_at, o_t, j, ups[j], TREE)
         m_near = m_on & ((o_x < T) | (o_t > j))  # a key reads what came before it
         b_near = tl.where(m_near[None, :], b_near, 0.0)
@@ -135,9 +158,10 @@ def _by_head(
     b_keep *= tl.exp(tl.cumsum(b_next, 1, reverse=True))
     tl.store(p_scale[:, None] + o_x[None, :], tl.exp(b_log + b_all[:, None]), mask=m_hx)
     for x in tl.static_range(X):
-        b_old = tl.sum(tl.where((o_x == x)[None, :], b_score, 0.0), 1)
         b_e = tl.exp(tl.sum(tl.where((o_x == x)[None, :], b_log, 0.0), 1))
-        tl.store(p_work[:, None] + x * BR + o_r[None, :], b_old[None, :] * (b_keep * b_e[:, None]), mask=m_h[:, None])
+        tl.store(
+            p_work[:, None] + x * BR + o_r[None, :], scores[x][None, :] * (b_keep * b_e[:, None]), mask=m_h[:, None]
+        )
     tl.store(p_keep[:, None] + o_r[None, :], b_keep, mask=m_h[:, None] & (o_r < BR * due)[None, :])
     tl.store(p_keep + BR, tl.exp(b_all), mask=tl.arange(0, BG) < GROUP * due)
 
