@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 from replayssm.bench import e2e, models
 
 KEYS = {
-    "model", "layers", "variant", "dtype", "state_dtype", "batch", "prompt", "ms", "lowest", "highest", "tokens_per_s",
-    "peak_bytes", "weight_bytes", "state_bytes", "floor_ms", "first_ms", "warm_s", "launches", "parts",
+    "model", "layers", "variant", "dtype", "state_dtype", "batch", "T", "prompt", "ms", "lowest", "highest",
+    "tokens_per_s", "peak_bytes", "weight_bytes", "state_bytes", "floor_ms", "first_ms", "warm_s", "launches", "parts",
 }  # fmt: skip
 
 
@@ -35,11 +35,12 @@ def test_rows_as_json_and_as_a_picture(capsys: pytest.CaptureFixture[str], tmp_p
     rows = json.loads(capsys.readouterr().out)
     assert rows == json.loads(out.read_text())["rows"] and picture.stat().st_size > 1000
     assert all(set(row) == KEYS for row in rows)
-    cases = [(row["model"], row["batch"], row["variant"]) for row in rows]
-    assert cases == [(m, b, v) for m in ("tiny-gdn", "tiny-mamba2") for b in (1, 3) for v in e2e.VARIANTS]
+    cases = [(row["model"], row["batch"], row["variant"], row["T"]) for row in rows]
+    variants = [(v, 1) for v in e2e.VARIANTS] + [("replay-verify", 4)]
+    assert cases == [(m, b, *v) for m in ("tiny-gdn", "tiny-mamba2") for b in (1, 3) for v in variants]
     for row in rows:
         assert 0 < row["lowest"] <= row["ms"] <= row["highest"]
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["ms"] * 1e3)
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * max(1, row["T"] - 1) / row["ms"] * 1e3)
         assert row["floor_ms"] == pytest.approx((row["weight_bytes"] + row["state_bytes"]) / 3e9 * 1e3)
 
 
@@ -57,6 +58,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["--variant", "stock"], "unknown variant 'stock'; valid: stock-eager"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--batch", "0"], "argument --batch"),
+        (["--new-tokens", "4", "--variant", "replay-on"], "--new-tokens is of variant replay-verify"),
         (["--out", "/nowhere/x.json"], "does not exist"),
     ],
 )

@@ -21,10 +21,12 @@ WARM = 8  # steps that are not timed
 
 @dataclass(frozen=True)
 class Variant:
-    """compiled: a static cache, and generate's own torch.compile. attaching: None: stock transformers."""
+    """compiled: a static cache, and generate's own torch.compile. attaching: None: stock transformers. verifies: steps
+    of several tokens, drafts among them, as of ``replayssm.generate(static=True)``."""
 
     compiled: bool
     attaching: dict[str, Any] | None
+    verifies: bool = False
 
 
 VARIANTS = {
@@ -34,14 +36,15 @@ VARIANTS = {
     "replay-off": Variant(True, dict(fold_every=1)),
     "replay-on": Variant(True, dict(fold_every=CYCLE)),
     "replay-auto": Variant(True, {}),
+    "replay-verify": Variant(True, dict(fold_every=CYCLE), verifies=True),
 }
-"""replay-off: our cache and kernels, writing the state in each step; auto: what attach chooses of the two. On a CPU
-nothing is compiled."""
+"""replay-off: our cache and kernels, writing the state in each step; auto: what attach chooses of off and on; verify:
+steps of T tokens, of which all but one are accepted. On a CPU nothing is compiled."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A decode step of ``batch`` texts after ``prompt`` tokens.
+    """A decode step of ``batch`` texts after ``prompt`` tokens, of T tokens each. tokens_per_s: of those that stay.
 
     ms: median over windows of whole fold cycles; lowest, highest: of these windows. peak_bytes: of device memory, and
     None on a CPU. floor_ms: weights and recurrent states, read once at the memory's speed. parts: milliseconds of GPU
@@ -55,6 +58,7 @@ class Row:
     dtype: str
     state_dtype: str
     batch: int
+    T: int
     prompt: int
     ms: float
     lowest: float
@@ -124,22 +128,26 @@ def measure(
     variant: str,
     batch: int,
     *,
+    T: int = 1,
     prompt: int = 64,
     cycles: int = 4,
     state_dtype: torch.dtype = torch.float32,
     read: float,
     tell: Callable[[str], None] | None = None,
 ) -> Row:
-    """One row. read: bytes a second that the machine reads."""
+    """One row. T: tokens a step, of a variant that verifies. read: bytes a second that the machine reads."""
     device, how = model.device, VARIANTS[variant]
     on_gpu = device.type == "cuda"
     if "full_attention" not in model.config.layer_types:
         raise ValueError(f"{name}: none of its {model.config.num_hidden_layers} layers has attention; keep more layers")
     ids = torch.randint(3, 100, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
-    new = WARM + CYCLE * cycles + 2
+    new, stay = WARM + CYCLE * cycles + 2, max(1, T - 1)
     static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if how.compiled else {}
 
     def text(stamps: Stamps) -> Stamps:
+        if how.verifies:
+            _verify(model, ids, T, stay, new, stamps)
+            return stamps
         criteria = StoppingCriteriaList([stamps])
         with torch.no_grad():
             model.generate(ids, max_new_tokens=new, do_sample=False, stopping_criteria=criteria, **static)
@@ -167,11 +175,25 @@ def measure(
     states = state_bytes(model.config, batch, state_dtype)
     return Row(
         model=name, layers=model.config.num_hidden_layers, variant=variant, dtype=str(model.dtype)[6:],
-        state_dtype=str(state_dtype)[6:], batch=batch, prompt=prompt, ms=ms, lowest=min(windows), highest=max(windows),
-        tokens_per_s=batch / ms * 1e3, peak_bytes=peak, weight_bytes=weights, state_bytes=states,
-        floor_ms=(weights + states) / read * 1e3, first_ms=first, warm_s=warm, launches=launches,
+        state_dtype=str(state_dtype)[6:], batch=batch, T=T, prompt=prompt, ms=ms, lowest=min(windows),
+        highest=max(windows), tokens_per_s=batch * stay / ms * 1e3, peak_bytes=peak, weight_bytes=weights,
+        state_bytes=states, floor_ms=(weights + states) / read * 1e3, first_ms=first, warm_s=warm, launches=launches,
         parts=parts,
     )  # fmt: skip
+
+
+def _verify(model: Any, ids: torch.Tensor, T: int, stay: int, steps: int, stamps: Stamps) -> None:
+    """``steps`` steps of T tokens a row, the first ``stay`` of which are accepted whatever they are; the host waits for
+    what the model says, as it has to where that decides what is accepted."""
+    from replayssm.hf.verifying import StaticRunner
+
+    runner = StaticRunner(model, T, steps * stay)
+    last = runner.prefill(ids.tolist()).argmax(-1)
+    for _ in range(steps):
+        said = runner.step(last[:, None].expand(-1, T)).argmax(-1).cpu()
+        runner.take_back([T - stay] * len(said))
+        last = said[:, stay - 1]
+        stamps(ids, None)
 
 
 PARTS = (

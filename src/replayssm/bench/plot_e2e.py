@@ -29,9 +29,9 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:
-    for variant in dict.fromkeys(row.variant for row in rows):
-        line = sorted((row.batch, row.ms) for row in rows if row.variant == variant)
-        axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=variant)
+    for name in dict.fromkeys(map(_name, rows)):
+        line = sorted((row.batch, row.ms) for row in rows if _name(row) == name)
+        axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=name)
     floor = sorted({(row.batch, row.floor_ms) for row in rows})
     axes.plot(*zip(*floor, strict=True), ":", color="black", label="floor")
     axes.set(title=f"{rows[0].model}, {rows[0].layers} layers", xlabel="batch", ylabel="ms a step", xscale="log")
@@ -42,8 +42,12 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
     axes.legend(fontsize=6)
 
 
+def _name(row: Row) -> str:
+    return row.variant if row.T == 1 else f"{row.variant} T={row.T}"
+
+
 def _parts(axes: Any, rows: Sequence[Row]) -> None:
-    labels = [f"{row.variant} {row.batch}" for row in rows]
+    labels = [f"{_name(row)} {row.batch}" for row in rows]
     left = [0.0] * len(rows)
     for name, colour in COLOURS.items():
         width = [(row.parts or {}).get(name, 0.0) for row in rows]

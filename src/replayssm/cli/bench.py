@@ -7,12 +7,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli import bench_e2e, bench_speculative
 from replayssm.cli.args import UsageError, check_backend, number
-from replayssm.cli.bench_args import Progress, check_files, chosen, command, whole_numbers
+from replayssm.cli.bench_args import Progress, add_common, check_files, chosen, command, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -64,13 +63,9 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accepted", type=whole, metavar="N", help="of them committed (default: all but one)")
     parser.add_argument("--rows", type=whole, metavar="R", help="ring rows (default: a fold about every 16 tokens)")
     parser.add_argument("--backend", metavar="NAME", help="default: auto")
-    parser.add_argument("--device", help="default: a GPU if there is one, else cpu")
-    parser.add_argument("--quick", action="store_true", help="few cases, few repeats; on a CPU small layers")
     parser.add_argument("--no-peers", action="store_true", help="leave other implementations out")
     parser.add_argument("--tune", action="store_true", help="try every launch configuration instead (GPU)")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write machine, versions, command and rows as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw x over the batch, such as out.png")
+    add_common(parser, quick="few cases, few repeats; on a CPU small layers", plot="x over the batch")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from replayssm.cli.args import UsageError, number
+
+
+def add_common(parser: argparse.ArgumentParser, quick: str, plot: str) -> None:
+    """Declares what every bench takes: where it runs, how long, and where the rows go."""
+    parser.add_argument("--device", help="default: a GPU if there is one, else cpu")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write machine, versions, command and rows as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw {plot}, such as out.png")
 
 
 def chosen(text: str | None, what: str, valid: Any) -> list[str] | None:

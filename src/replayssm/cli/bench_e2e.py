@@ -7,11 +7,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, need_transformers, number
-from replayssm.cli.bench_args import Progress, check_files, chosen, command, refuse_kernel_options, whole_numbers
+from replayssm.cli.bench_args import (
+    Progress,
+    add_common,
+    check_files,
+    chosen,
+    command,
+    refuse_kernel_options,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +26,13 @@ if TYPE_CHECKING:
     from replayssm.bench.e2e import Row
 
 HEAD = (
-    f"{'model':20} {'variant':14} {'B':>4} {'ms':>8} {'tokens/s':>9} {'x floor':>7} {'GB':>6} {'weights':>8} "
+    f"{'model':20} {'variant':14} {'B':>4} {'T':>2} {'ms':>8} {'tokens/s':>9} {'x floor':>7} {'GB':>6} {'weights':>8} "
     f"{'state':>7} {'attn':>6} {'rest':>6} {'idle':>6} {'launches':>8}"
 )
 NOTE = (
-    "ms: one decode step, median of whole fold cycles. floor: weights and states read once at the memory's speed. GB: "
-    "peak\ndevice memory. Then milliseconds of GPU work by what it is for; compiled stock's states are in the rest."
+    "ms: one decode step of T tokens, median of whole fold cycles. floor: weights and states read once at the "
+    "memory's\nspeed. GB: peak device memory. Then milliseconds of GPU work by what it is for; compiled stock's states "
+    "are in the rest."
 )
 
 
@@ -41,19 +49,16 @@ def add(commands: Any) -> None:
     some("config", "models with random weights (default: qwen3.5-4b; on a CPU tiny-gdn)", default=None)
     some(
         "variant",
-        "stock-eager, stock-compiled, replay-eager, replay-off, replay-on, replay-auto (default: all)",
+        "stock-eager, stock-compiled, replay-eager, replay-off, replay-on, replay-auto, replay-verify (default: all)",
         default=None,
     )
     some("batch", "sequences (default: 1,32,128,256; on a CPU 1,8)")
+    some("new-tokens", "T, tokens a step of replay-verify (default: 1,4)", default=None)
     whole = number(int, 1)
     parser.add_argument("--layers", type=whole, metavar="N", default=None, help="keep the first N layers only")
     parser.add_argument("--prompt", type=whole, metavar="N", default=None, help="tokens of the prompts (default: 64)")
     parser.add_argument("--dtype", help="of the checkpoints: float32, bfloat16, float16 (default: float32)")
-    parser.add_argument("--device", help="default: a GPU if there is one, else cpu")
-    parser.add_argument("--quick", action="store_true", help="one fold cycle")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write machine, versions, command and rows as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and where they go, such as out.png")
+    add_common(parser, quick="one fold cycle", plot="times and where they go")
     parser.set_defaults(run=run)
 
 
@@ -114,6 +119,15 @@ def _measure(args: argparse.Namespace, device: torch.device, read: float) -> Ite
     names = chosen(args.config, "config", CONFIGS) or ["tiny-gdn" if cpu else "qwen3.5-4b"]
     variants = chosen(args.variant, "variant", VARIANTS) or list(VARIANTS)
     batches = whole_numbers(args.batch, "batch") or ([1, 8] if cpu else [1, 32, 128, 256])
+    lengths = whole_numbers(args.new_tokens, "new-tokens")
+    if lengths and not any(VARIANTS[variant].verifies for variant in variants):
+        raise UsageError("--new-tokens is of variant replay-verify, which is not among --variant")
+    cases = [
+        (batch, variant, T)
+        for batch in batches
+        for variant in variants
+        for T in ((lengths or [1, 4]) if VARIANTS[variant].verifies else [1])
+    ]
     state_dtype = DTYPES[(chosen(args.dtype, "dtype", DTYPES) or ["float32"])[0]]
 
     def rows() -> Iterator[Row]:
@@ -122,20 +136,20 @@ def _measure(args: argparse.Namespace, device: torch.device, read: float) -> Ite
 
         for name in names:
             model = build(name, args.layers, torch.float32 if cpu else torch.bfloat16, device)
-            for batch in batches:
-                for variant in variants:
-                    with Progress(f"{name} {variant} B={batch}", lines=args.json) as tell:
-                        try:
-                            row = measure(
-                                name, model, variant, batch, prompt=args.prompt or 64, cycles=1 if args.quick else 4,
-                                state_dtype=state_dtype, read=read, tell=tell,
-                            )  # fmt: skip
-                        except torch.OutOfMemoryError:
-                            print(f"skipped, out of memory: {name} {variant} B={batch}", file=sys.stderr)
-                            continue
-                        except ValueError as error:
-                            raise UsageError(str(error)) from None
-                    yield row
+            for batch, variant, T in cases:
+                what = f"{name} {variant} B={batch}{f' T={T}' if VARIANTS[variant].verifies else ''}"
+                with Progress(what, lines=args.json) as tell:
+                    try:
+                        row = measure(
+                            name, model, variant, batch, T=T, prompt=args.prompt or 64, cycles=1 if args.quick else 4,
+                            state_dtype=state_dtype, read=read, tell=tell,
+                        )  # fmt: skip
+                    except torch.OutOfMemoryError:
+                        print(f"skipped, out of memory: {what}", file=sys.stderr)
+                        continue
+                    except ValueError as error:
+                        raise UsageError(str(error)) from None
+                yield row
             del model
 
     return rows()
@@ -150,6 +164,6 @@ def _line(row: Row) -> str:
     memory = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.1f}"
     launches = "" if row.launches is None else f"{row.launches:.0f}"
     return (
-        f"{row.model:20} {row.variant:14} {row.batch:>4} {row.ms:8.2f} {row.tokens_per_s:9.0f} "
+        f"{row.model:20} {row.variant:14} {row.batch:>4} {row.T:>2} {row.ms:8.2f} {row.tokens_per_s:9.0f} "
         f"{row.ms / row.floor_ms:7.2f} {memory:>6} {split} {launches:>8}"
     )

@@ -7,11 +7,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, check_backend, need_transformers, number
-from replayssm.cli.bench_args import Progress, check_files, chosen, command, refuse_kernel_options, whole_numbers
+from replayssm.cli.bench_args import (
+    Progress,
+    add_common,
+    check_files,
+    chosen,
+    command,
+    refuse_kernel_options,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +84,7 @@ def add(commands: Any) -> None:
         metavar="X",
         help="default: 0: greedy, and texts are compared",
     )
-    parser.add_argument("--device", help="default: a GPU if there is one, else cpu")
-    parser.add_argument("--quick", action="store_true", help="few repeats, short texts; on a CPU small layers")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write machine, versions, command and rows as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times over T, and tokens/s, such as out.png")
+    add_common(parser, quick="few repeats, short texts; on a CPU small layers", plot="times over T, and tokens/s")
     parser.set_defaults(run=run)
 
 
