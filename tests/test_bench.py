@@ -222,7 +222,7 @@ def test_the_table_is_aligned_and_the_file_says_where_it_is_from(
     saved = json.loads(out.read_text("utf-8"))
     assert saved["about"]["command"] == "replayssm bench kernels " + " ".join(
         ["--recurrence kda,gdn --dtype bfloat16 --batch 3 --mode verify --draft 2 --accepted 1 --rows 9"
-         " --backend torch --device cpu --quick --no-peers"]
+         " --backend torch --no-peers --device cpu --quick"]
     )  # fmt: skip
     assert {"device", "torch", "triton", "commit", "date", "read_gbps"} <= set(saved["about"])
     assert [row["recurrence"] for row in saved["rows"]] == ["gdn", "kda"]

@@ -74,19 +74,17 @@ def check_verify(
     folded: bool = False,
 ) -> None:
     """Inputs of ``verify``. That the rings are empty where ``folded`` says so is checked on the CPU only."""
-    H, HV, K, V = layer.H, layer.HV, layer.K, layer.V
-    check_slots(op, slots, layer.ring.N, layer.ckpt.device)
-    _shape(op, "q", q, {"B": slots.numel(), "T": -1, "H": H, "K": K})
-    B, T = q.shape[:2]
-    _shape(op, "k", k, {"B": B, "T": T, "H": H, "K": K})
-    _shape(op, "v", v, {"B": B, "T": T, "HV": HV, "V": V})
-    _shape(op, "w", w, {"B": B, "T": T, "HV": HV})
-    channel = {"K": K} if layer.recurrence.channel else {}
-    _shape(op, "g", g, {"B": B, "T": T, "HV": HV} | channel)
-    for name, x in (("q", q), ("k", k), ("v", v), ("w", w), ("g", g)):
-        _float(op, name, x)
-        _device(op, name, x, layer)
-    ring = layer.ring
+    ring, device = layer.ring, layer.ckpt.device
+    check_slots(op, slots, ring.N, device)
+    HV, V, K = layer.ckpt.shape[1:]
+    B, T = slots.numel(), q.shape[1] if q.dim() > 1 else 0
+    keys, gates = (B, T, layer.H, K), (B, T, HV)
+    wanted = keys, keys, (B, T, HV, V), gates, (*gates, K) if layer.recurrence.channel else gates
+    # In an eager step of a model each comparison counts, so all at once; what is wrong is found out where anything is.
+    if (q.shape, k.shape, v.shape, w.shape, g.shape) != wanted or not all(
+        x.dtype in FLOATS and x.device == device for x in (q, k, v, w, g)
+    ):
+        _find(op, layer, (q, k, v, w, g), B)
     room = ring.R - ring.window if folded else ring.window
     if room < T:
         raise ValueError(
@@ -95,6 +93,22 @@ def check_verify(
         )
     if folded:
         _empty(op, ring, slots, "folded=True needs")
+
+
+def _find(op: str, layer: LayerState, inputs: Sequence[Tensor], B: int) -> None:
+    """Raises for the first of q, k, v, w and g that is wrong."""
+    H, HV, K, V = layer.H, layer.HV, layer.K, layer.V
+    q, k, v, w, g = inputs
+    _shape(op, "q", q, {"B": B, "T": -1, "H": H, "K": K})
+    T = q.shape[1]
+    _shape(op, "k", k, {"B": B, "T": T, "H": H, "K": K})
+    _shape(op, "v", v, {"B": B, "T": T, "HV": HV, "V": V})
+    _shape(op, "w", w, {"B": B, "T": T, "HV": HV})
+    channel = {"K": K} if layer.recurrence.channel else {}
+    _shape(op, "g", g, {"B": B, "T": T, "HV": HV} | channel)
+    for name, x in zip("qkvwg", inputs, strict=True):
+        _float(op, name, x)
+        _device(op, name, x, layer)
 
 
 def check_out(op: str, out: Tensor, v: Tensor) -> None:

@@ -35,12 +35,17 @@ class Scratch:
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
         self.buffers = list(buffers)
+        self._parts: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # making views takes longer than a launch
 
-    def take(self, numel: int, device: torch.device) -> Tensor:
-        """At least ``numel`` float32 of undefined content."""
+    def take(self, *sizes: int, device: torch.device) -> tuple[Tensor, ...]:
+        """So many float32 each, of undefined content."""
+        numel = sum(sizes)
         if not self.buffers or self.buffers[-1].numel() < numel:
             self.buffers.append(torch.empty(numel, dtype=torch.float32, device=device))
-        return self.buffers[-1]
+            self._parts.clear()
+        if sizes not in self._parts:
+            self._parts[sizes] = self.buffers[-1][:numel].split(list(sizes))
+        return self._parts[sizes]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ can do that; optional packages are imported only when it is asked.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -66,6 +67,7 @@ def for_trees(backend: str) -> str:
     return backend if backend == "auto" or hasattr(load(backend), "verify_tree") else "auto"
 
 
+@functools.cache
 def load(name: str) -> Backend:
     """The backend module; raises ValueError with the valid names if there is none."""
     if name not in _MODULES:
@@ -94,13 +96,10 @@ def explain(layer: LayerState, backend: str = "auto", tree: bool = False) -> Cho
 
 def choose(backend: str, layer: LayerState, tree: bool = False) -> Backend:
     """The backend to call for this layer; see :func:`explain`."""
-    if backend != "auto":
-        explain(layer, backend, tree)
-        return load(backend)
-    for name in _MODULES:
+    for name in _MODULES if backend == "auto" else (backend,):
         if _refuses(name, layer, tree) is None:
             return load(name)
-    raise AssertionError("unreachable: the torch backend serves every layer")
+    return load(explain(layer, backend, tree).name)  # raises: torch serves every layer, so this is a named one
 
 
 def _refuses(name: str, layer: LayerState, tree: bool) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -74,17 +76,19 @@ def launch_verify(
     B, T = v.shape[:2]
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
     channel, erase, device = layer.recurrence.channel, layer.recurrence.erase, v.device
-    common = torch.promote_types(q.dtype, k.dtype)  # read as one block
-    q, k, v = _dense(q.to(common)), _dense(k.to(common)), _dense(v)
+    if q.dtype != k.dtype:  # read as one block
+        common = torch.promote_types(q.dtype, k.dtype)
+        q, k = q.to(common), k.to(common)
+    q, k, v = _dense(q), _dense(k), _dense(v)
     g = _dense(g) if channel else g
     X, group, size = (2 * T if erase else T), (1 if channel else HV // H), layer.ckpt.element_size()
     BK, BR = power_of_2(K, 32), power_of_2(layer.ring.most, 16)
     width = -(-(X * (BR + T + 1) + BR + 1) // 8) * 8  # whole sectors of 32 bytes
-    sizes = [B * HV * n for n in ((X * K, BR * K, K) if channel else (0, 0, 0))] + [B * HV * width, 4 * B]
-    work_x, keys, decays, work, meta = layer.ring.scratch.take(sum(sizes), device)[: sum(sizes)].split(sizes)
+    rows = B * HV
+    by_channel = (rows * X * K, rows * BR * K, rows * K) if channel else (0, 0, 0)
+    work_x, keys, decays, work, meta = layer.ring.scratch.take(*by_channel, rows * width, 4 * B, device=device)
     meta = meta.view(torch.int32)
-    cuda = device.type == "cuda" and torch.version.cuda is not None
-    tensor_cores = device.type != "cpu" and (not cuda or torch.cuda.get_device_capability(device) >= (8, 0))
+    cuda, tensor_cores = _hardware(device)
     tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
     shape = dict(
         T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width, UPCAST=not tensor_cores,
@@ -153,6 +157,13 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
         UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
         BR=power_of_2(layer.ring.most, 16), num_warps=2,
     )  # fmt: skip
+
+
+@functools.cache
+def _hardware(device: torch.device) -> tuple[bool, bool]:
+    """Whether it is an NVIDIA GPU, and whether it multiplies 16 bits on tensor cores."""
+    cuda = device.type == "cuda" and torch.version.cuda is not None
+    return cuda, device.type != "cpu" and (not cuda or torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 
@@ -33,6 +34,7 @@ def power_of_2(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+@functools.cache
 def launch_config(*, channel: bool, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
     """The configuration of one step, the fastest of sweeps on an H200 at B = 256, K = 128 (docs/log.md)."""
     if state_bits == 32 and T == 1 and not channel:
