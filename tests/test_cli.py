@@ -78,6 +78,11 @@ def test_demo_plain_text_shows_both_texts_and_the_table(capsys: pytest.CaptureFi
         assert line in out
 
 
+def test_demo_on_an_unknown_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "nvidia", "--tokens", "4"]) == 2
+    assert "device 'nvidia' cannot be used" in capsys.readouterr().err
+
+
 def test_demo_exits_1_and_says_where_the_texts_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +96,23 @@ def test_demo_exits_1_and_says_where_the_texts_part(
     shown = capsys.readouterr()
     assert json.loads(shown.out)["models"][0]["identical"] is False
     assert "DIFFERENT from token" in shown.err and "apart" in shown.err
+
+
+def test_the_comparison_of_a_gpu_has_caches_of_fixed_size() -> None:
+    """Run here without a graph: the same texts and bytes as with caches that grow."""
+    from replayssm.cli.checkpoint import load
+
+    found, said = {}, []
+    for static in (False, True):
+        comparison = compare.Comparison(
+            "gdn", load(tiny_model("gdn")), "def ", 12, 0, attaching={"fold_every": 4}, sampling={"temperature": 0.5},
+            write=lambda side, text: said.append((side, text)), status=said.append, static=static,
+        )  # fmt: skip
+        found[static] = comparison.run()
+    assert found[False].identical and found[True].identical
+    for name in ("bytes_per_sequence", "stock_bytes_per_sequence", "state_bytes_per_token", "drafts_accepted"):
+        assert getattr(found[False], name) == getattr(found[True], name), name
+    assert "ReplaySSM writes, compiling first" in said
 
 
 def test_demo_fits_a_terminal() -> None:

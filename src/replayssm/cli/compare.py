@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from replayssm import attach, detach, generate
+from replayssm import attach, generate
 from replayssm.cli.args import UsageError
 from replayssm.cli.checkpoint import Checkpoint
 from replayssm.cli.stream import TextStream, sampling
@@ -65,7 +66,8 @@ class Result:
 @dataclass
 class Comparison:
     """One model and its prompt. attaching, sampling: arguments of :func:`replayssm.attach` and of ``generate``.
-    ``write(side, text)`` and ``status(text)`` are told what happens."""
+    ``write(side, text)`` and ``status(text)`` are told what happens. static: with caches of fixed size, whose steps are
+    compiled on a GPU."""
 
     name: str
     checkpoint: Checkpoint
@@ -76,12 +78,23 @@ class Comparison:
     sampling: dict[str, Any]
     write: Callable[[str, str], None]
     status: Callable[[str], None]
+    static: bool = False
 
     def run(self) -> Result:
         """Both sides write the text; then both are timed."""
+        model = self.checkpoint.model
+        self.models = {
+            "stock": model,
+            "replay": copy.deepcopy(model),
+        }  # so that neither is compiled again for the other
+        try:
+            attach(self.models["replay"], **self.attaching)
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(str(error)) from None
         outputs, streams = {}, {}
         for side in SIDES:
-            self.status("stock transformers writes" if side == "stock" else "ReplaySSM writes")
+            compiles = ", compiling first" if self.static else ""
+            self.status(f"{'stock transformers' if side == 'stock' else 'ReplaySSM'} writes{compiles}")
             outputs[side], streams[side] = self._generate(side, self.tokens, output_logits=True, output_scores=True)
         divergence = first_difference(streams["stock"].tokens, streams["replay"].tokens)
         gap, difference = _logit_gap(outputs, streams["stock"].tokens, streams["replay"].tokens, divergence)
@@ -94,7 +107,8 @@ class Comparison:
             tokens_per_s=median(rates["replay"]), stock_tokens_per_s=median(rates["stock"]),
             state_bytes_per_token=sum(map(replay_bytes, layers)),
             stock_state_bytes_per_token=sum(map(plain_bytes, layers)),
-            bytes_per_sequence=replay.nbytes, stock_bytes_per_sequence=_recurrent_bytes(stock),
+            bytes_per_sequence=replay.nbytes + self.static * _recurrent_bytes(replay),  # there, of convolutions alone
+            stock_bytes_per_sequence=_recurrent_bytes(stock),
             drafts_accepted=drafted.acceptance, tokens_per_forward=drafted.tokens_per_step,
             drafts_identical=plain.sequences.equal(drafted.sequences),
         )  # fmt: skip
@@ -113,38 +127,27 @@ class Comparison:
         import torch
 
         self.status("ReplaySSM verifies drafts")
-        model = self.checkpoint.model
-        ids = torch.tensor([self.checkpoint.encode(self.prompt)])
-        attach(model, **self.attaching)
-        try:
-            return [
-                generate(model, ids, max_new_tokens=self.tokens, draft=draft, eos_token_id=())
-                for draft in (None, "prompt-lookup")
-            ]
-        finally:
-            detach(model)
+        model = self.models["replay"]
+        ids = torch.tensor([self.checkpoint.encode(self.prompt)], device=model.device)
+        return [
+            generate(model, ids, max_new_tokens=self.tokens, draft=draft, eos_token_id=(), static=self.static)
+            for draft in (None, "prompt-lookup")
+        ]
 
     def _generate(self, side: str, tokens: int, **outputs: Any) -> tuple[Any, TextStream]:
         """One text. Where no outputs are asked for it is a timed run, and its text goes nowhere."""
         import torch
 
-        model, decode = self.checkpoint.model, self.checkpoint.decode if outputs else lambda ids: ""
-        stream = TextStream(decode, lambda text: self.write(side, text))
-        ids = torch.tensor([self.checkpoint.encode(self.prompt)])
-        if side == "replay":
-            try:
-                attach(model, **self.attaching)
-            except (ValueError, RuntimeError) as error:
-                raise UsageError(str(error)) from None
-        try:
-            torch.manual_seed(self.seed)
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), streamer=stream, return_dict_in_generate=True,
-                min_new_tokens=tokens, **sampling(tokens, **self.sampling), **outputs,
-            )  # fmt: skip
-        finally:
-            if side == "replay":
-                detach(model)
+        model, decode = self.models[side], self.checkpoint.decode if outputs else lambda ids: ""
+        on_gpu = model.device.type == "cuda"  # where generate compiles
+        static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if self.static else {}
+        stream = TextStream(decode, lambda text: self.write(side, text), warm=4 if self.static else 1)
+        ids = torch.tensor([self.checkpoint.encode(self.prompt)], device=model.device)
+        torch.manual_seed(self.seed)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), streamer=stream, return_dict_in_generate=True,
+            min_new_tokens=tokens, **sampling(tokens, **self.sampling), **static, **outputs,
+        )  # fmt: skip
         return out, stream
 
 

@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
         "--temperature", type=number(float, 0), default=0.6, metavar="X", help="default: 0.6; 0: greedy"
     )
     parser.add_argument("--seed", type=number(int, 0), default=0, metavar="N", help="of both sides; default: 0")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...; default: cuda if there is one, else cpu")
     add_replay_options(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
     parser.set_defaults(run=run)
@@ -37,10 +38,11 @@ def run(args: argparse.Namespace) -> int:
     check_backend(args.backend)
     need_transformers()
 
-    from replayssm.cli.checkpoint import load
+    from replayssm.cli.checkpoint import check_device, load
     from replayssm.cli.compare import Comparison
     from replayssm.cli.screen import make_screen
 
+    device = check_device(args.device)
     attaching = {"fold_every": args.fold_every, "backend": args.backend}
     sampling = {"temperature": args.temperature}
     results = []
@@ -48,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
         for name in dict.fromkeys(args.model or TINY):
             screen.loading(name)
             try:
-                checkpoint = load(tiny_model(name))
+                checkpoint = load(tiny_model(name), device=device)
             except FileNotFoundError as error:
                 raise UsageError(str(error)) from None
             screen.begin(name, checkpoint)
             comparison = Comparison(
                 name, checkpoint, args.prompt, args.tokens, args.seed, attaching=attaching, sampling=sampling,
-                write=screen.write, status=screen.status,
+                write=screen.write, status=screen.status, static=device.startswith("cuda"),
             )  # fmt: skip
             results.append(comparison.run())
             screen.end(results[-1])
