@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -47,12 +48,12 @@ def check_slots(
         raise ValueError(f"{op}: {name} is on {slots.device}, the pool on {device}")
     if slots.device.type != "cpu" or slots.numel() == 0:
         return
-    live = slots[slots >= 0]
-    if live.numel() and int(live.max()) >= N:
-        raise ValueError(f"{op}: slot {int(live.max())} is out of range; the pool has N={N} slots, 0 to {N - 1}")
-    if not repeat and live.unique().numel() != live.numel():
-        values, times = live.unique(return_counts=True)
-        raise ValueError(f"{op}: slot {int(values[times > 1][0])} comes more than once in one call")
+    live = [slot for slot in slots.tolist() if slot >= 0]  # faster than torch for as many as there ever are
+    if live and max(live) >= N:
+        raise ValueError(f"{op}: slot {max(live)} is out of range; the pool has N={N} slots, 0 to {N - 1}")
+    if not repeat and len(set(live)) != len(live):
+        twice = min(slot for slot, times in Counter(live).items() if times > 1)
+        raise ValueError(f"{op}: slot {twice} comes more than once in one call")
 
 
 def check_sources(op: str, src: Tensor, dst: Tensor, N: int) -> None:
