@@ -104,7 +104,7 @@ class Tree(NamedTuple):
     def comb(guesses: Tensor) -> Tree:
         """From guesses ``[B, S, n]`` for each of S tokens, the likeliest first: it goes on, the others are leaves."""
         B, S, n = guesses.shape
-        before = torch.arange(S, device=guesses.device).repeat_interleave(n) * n - n
+        before = torch.arange(S).repeat_interleave(n) * n - n  # the host asks for it
         return Tree(guesses.flatten(1), before.clamp(min=-1).expand(B, -1))
 
     @staticmethod

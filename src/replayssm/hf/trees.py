@@ -54,7 +54,8 @@ def ancestors(parents: Tensor) -> Tensor:
 
 def attention_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """The additive mask ``[B, 1, T, columns]`` of ``visible [B, T, columns]``, which models take as it is."""
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return zeros.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
 
 
 def order_attention(cache: Cache, start: int, source: Tensor) -> None:
