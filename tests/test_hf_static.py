@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from fake_graphs import fake_graphs as fake_graphs
 from tiny_models import BACKEND, BUILDERS, build
 from torch._dynamo.utils import counters
 
 import replayssm
 from replayssm.auto import FoldEvery
 from replayssm.hf import explain
-from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled, attend, grouped_attention, signature
+from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled, attend, grouped_attention
 from replayssm.hf.merged import LINEAR
 
 transformers.logging.set_verbosity_error()
@@ -315,47 +316,6 @@ def test_a_forward_that_stopped_halfway_is_noticed(small: Any) -> None:
             small(ids, cache=cache)
     cache.reset()
     assert torch.equal(generate(small, prompt(small), cache=cache), want)
-
-
-class FakeGraph:
-    """In place of a CUDA graph, on a CPU: does again what was done when it was captured."""
-
-    current: FakeGraph
-    count = 0
-
-    def __init__(self) -> None:
-        FakeGraph.current, self.again = self, None
-
-    def replay(self) -> None:
-        FakeGraph.count += 1
-        assert self.again is not None
-        self.again()
-
-
-@pytest.fixture
-def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures that run nothing, and replays that run the model with what was captured, whatever has changed since."""
-
-    def capture(self: CapturedStep, cache: Any, leaves: list[Any], spec: Any) -> None:
-        own = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.turn, self.signature = cache.recurrent.turn, signature(self.forward.model)
-        frozen = copy.deepcopy(self.forward.model)
-        graph = FakeGraph()
-        held: dict[str, Any] = {}
-
-        def again() -> None:
-            out = frozen(cache=cache, **torch.utils._pytree.tree_unflatten(own, spec))
-            if not held:
-                held.update({name: x for name, x in out.items() if x is not cache})
-                self._type = type(out)
-            else:
-                held["logits"].copy_(out["logits"])
-
-        graph.again = again
-        self._inputs = [x for x in own if isinstance(x, torch.Tensor)]
-        self._type, self._fields, self.graph = dict, held, graph  # pyright: ignore
-
-    monkeypatch.setattr(CapturedStep, "_capture", capture)
 
 
 def captured_text(model: Any, step: Any, cache: Any, tokens: torch.Tensor, n: int = 8) -> list[torch.Tensor]:

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fake_graphs import FakeGraph
+from fake_graphs import fake_graphs as fake_graphs
 from test_speculative_generate import GREEDY, NEW, SPARSE, Fixed, Subject, assert_counts, exact, run, small
 from test_speculative_generate import subject as subject
-from tiny_models import BACKEND, build
+from tiny_models import BACKEND, BUILDERS, build
 
 import replayssm
 from replayssm import Sampling
-from replayssm.hf.captured import Compiled
+from replayssm.hf.captured import CapturedStep, Compiled
 from replayssm.hf.verifying import StaticRunner
 from replayssm.lookup import PromptLookup
 
@@ -102,6 +104,38 @@ def test_states_are_written_as_rarely_as_in_plain_decoding(monkeypatch: pytest.M
     assert torch.equal(got.sequences, want.sequences)
     assert 0 < sum(map(int, writes)) <= 6 < len(writes)
     replayssm.detach(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "nemotron_h"])
+def test_captured_steps(name: str, fake_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with a stand-in for the graph: what is fed reaches it, other texts get graphs of their own."""
+    torch.compiler.reset()
+    model = replayssm.attach(build(name), backend=BACKEND)
+    monkeypatch.setattr(
+        StaticRunner, "_stepper", lambda self: CapturedStep(Compiled(model, lambda graph, inputs: graph))
+    )
+    for seed in range(2):
+        ids = torch.randint(3, 100, (3, 9), generator=torch.Generator().manual_seed(seed))
+        want, before = replayssm.generate(model, ids, max_new_tokens=24, eos_token_id=()), FakeGraph.count
+        got = replayssm.generate(
+            model, ids, max_new_tokens=24, eos_token_id=(), draft=Fixed(want.sequences.tolist(), "mixed"),
+            draft_tokens=3, static=True,
+        )  # fmt: skip
+        assert torch.equal(got.sequences, want.sequences) and 0 < got.accepted < got.drafted
+        assert FakeGraph.count > before
+    replayssm.detach(model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", [name for name in BUILDERS if not {name, f"{name}_text"} & {*SPARSE}])
+def test_captured_on_a_gpu(name: str) -> None:
+    torch.compiler.reset()
+    model, close = (replayssm.attach(build(name).cuda()) for _ in range(2))
+    ids = torch.randint(3, 100, (3, 9), generator=torch.Generator().manual_seed(0))
+    want = replayssm.generate(model, ids, max_new_tokens=24, eos_token_id=())
+    for draft in (None, "prompt-lookup", close):
+        got = replayssm.generate(model, ids, max_new_tokens=24, eos_token_id=(), draft=draft, static=True)
+        assert torch.equal(got.sequences, want.sequences), draft
 
 
 def test_a_cache_goes_with_its_call() -> None:
