@@ -58,8 +58,8 @@ def test_bfloat16_models(name: str) -> None:
         ours(ids[:, :10], cache=cache)
         ours(ids[:, 10:11], cache=cache)
     state = cache.recurrent.states[0]
-    inputs = torch.bfloat16 if name == "mamba2" else torch.float32
+    d = torch.bfloat16 if name == "mamba2" else torch.float32
     assert (state.ckpt.dtype, state.k.dtype, state.d.dtype, state.w.dtype) == (
-        torch.float32, inputs, inputs, torch.float32,
+        torch.float32, torch.bfloat16, d, torch.float32,
     )  # fmt: skip
     replayssm.detach(ours)

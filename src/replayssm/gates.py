@@ -18,10 +18,15 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``1 / sqrt(sum(x^2) + eps)`` over the last dimension, which is gone."""
+    x = _wide(x)
+    return torch.rsqrt((x * x).sum(-1) + eps)
+
+
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(sum(x^2) + eps)`` over the last dimension."""
-    x = _wide(x)
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+    return _wide(x) * unit(x, eps)[..., None]
 
 
 def delta_qk(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ class LayerSpec:
     state_dtype: of the checkpoint. input_dtype: in which ring rows keep the layer's inputs; ``k`` always, ``d`` only
     without erase, where it is the input ``v`` itself. With erase ``d`` is computed, and rounding it would feed back
     through every later fold, so it stays at float32 or wider. ``w`` and ``g`` always are.
+    norm: None, or the eps of :func:`replayssm.gates.delta_qk` where q and k are given without it (erase only). Then
+    ring rows keep k as it came, which 16 bits hold, and w times the factor of its norm.
     """
 
     recurrence: Recurrence
@@ -28,6 +30,7 @@ class LayerSpec:
     V: int
     state_dtype: torch.dtype = torch.float32
     input_dtype: torch.dtype = torch.float32
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.H, self.HV, self.K, self.V) < 1 or self.HV % self.H:
@@ -39,6 +42,12 @@ class LayerSpec:
             if getattr(self, name) not in FLOATS:
                 valid = ", ".join(str(t).removeprefix("torch.") for t in FLOATS)
                 raise ValueError(f"LayerSpec: {name} must be one of {valid}; got {getattr(self, name)}")
+
+        if self.norm is not None and not (self.recurrence.erase and self.norm > 0):
+            raise ValueError(
+                f"LayerSpec: norm is an eps above 0, for a recurrence with erase; got {self.norm} for "
+                f"{self.recurrence.name}"
+            )
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -61,6 +70,7 @@ class LayerSpec:
             d=zeros(N, self.HV, R, self.V, dtype=wide if self.recurrence.erase else self.input_dtype),
             w=zeros(N, self.HV, R, dtype=wide),
             g=zeros(*gate, dtype=wide),
+            norm=self.norm,
         )
 
 
@@ -83,6 +93,7 @@ class LayerState:
     d: Tensor
     w: Tensor
     g: Tensor
+    norm: float | None = None
 
     @property
     def H(self) -> int:

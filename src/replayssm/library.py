@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from replayssm import checks
-from replayssm.backends import choose
+from replayssm.backends import choose, take_norm
 from replayssm.layer import LayerState
 from replayssm.recurrence import Decay, Recurrence
 from replayssm.ring import Ring, Scratch
@@ -22,12 +22,12 @@ from replayssm.ring import Ring, Scratch
 @torch.library.custom_op("replayssm::verify", mutates_args=("out", "memory", "scratch"))
 def _verify(
     inputs: list[Tensor], out: Tensor, memory: list[Tensor], scratch: list[Tensor], cursors: list[Tensor],
-    geometry: list[int], decay: str, erase: bool, folded: bool, backend: str,
+    geometry: list[int], decay: str, erase: bool, norm: float, folded: bool, backend: str,
 ) -> None:  # fmt: skip
     """:func:`run` with what a schema can say of its arguments, filled in by :func:`traced`."""
     (head, count), (R, window, limit, stagger), (ckpt, k, d, w, g) = cursors, geometry, memory
     ring = Ring(head, count, R, window, limit, bool(stagger), Scratch(scratch))
-    layer = LayerState(Recurrence(cast(Decay, decay), erase), ring, ckpt, k, d, w, g)
+    layer = LayerState(Recurrence(cast(Decay, decay), erase), ring, ckpt, k, d, w, g, norm or None)
     run("verify", layer, inputs[:-1], inputs[-1], out, folded, backend)
 
 
@@ -45,7 +45,9 @@ def run(
     checks.check_verify(op, layer, q, k, v, w, g, slots, folded)
     checks.check_out(op, out, v)
     if v.numel():
-        choose(backend, layer).verify(layer, q, k, v, w, g, slots, out)
+        chosen = choose(backend, layer)
+        q, k, v, w = take_norm(chosen, layer, q, k, v, w)
+        chosen.verify(layer, q, k, v, w, g, slots, out)
     elif slots.numel():  # no token, but the commit that ends the step takes a due fold as done
         head, count = layer.ring.at(slots)
         choose(backend, layer).fold(layer, slots, count * layer.ring.due(count, head))
@@ -59,5 +61,6 @@ def traced(
     ring, recurrence = layer.ring, layer.recurrence
     torch.ops.replayssm.verify(
         [*inputs, slots], out, list(layer.tensors.values()), ring.scratch.buffers[-1:], [ring.head, ring.count],
-        [ring.R, ring.window, ring.limit, int(ring.stagger)], recurrence.decay, recurrence.erase, folded, backend,
+        [ring.R, ring.window, ring.limit, int(ring.stagger)], recurrence.decay, recurrence.erase, layer.norm or 0.0,
+        folded, backend,
     )  # fmt: skip

@@ -64,7 +64,10 @@ def live_state_ref(layer: LayerState, slot: int, n: int | None = None) -> Tensor
 def verify_ref(layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor) -> Tensor:
     """What ``ops.verify`` does, row by row and token by token; same shapes, same effects on ``layer``."""
     wide, R, group = layer.w.dtype, layer.ring.R, layer.HV // layer.H
-    out = torch.zeros_like(v)
+    out, unit = torch.zeros_like(v), torch.ones(k.shape[:3], dtype=wide)
+    if layer.norm is not None:
+        unit = 1 / torch.sqrt((k.to(wide) ** 2).sum(-1) + layer.norm)
+        q = q.to(wide) / torch.sqrt((q.to(wide) ** 2).sum(-1, keepdim=True) + layer.norm) / layer.K**0.5
     for b, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -75,14 +78,15 @@ def verify_ref(layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g:
         for t in range(v.shape[1]):
             row = (head + count + t) % R
             for h in range(layer.HV):
+                r = unit[b, t, h // group]
                 S, o, d = token_ref(
-                    layer.recurrence, state[h], q[b, t, h // group].to(wide), k[b, t, h // group].to(wide),
+                    layer.recurrence, state[h], q[b, t, h // group].to(wide), r * k[b, t, h // group].to(wide),
                     v[b, t, h].to(wide), w[b, t, h].to(wide), g[b, t, h].to(wide),
                 )  # fmt: skip
                 state[h], out[b, t, h] = S, o.to(out.dtype)
                 layer.k[slot, h // group, row] = k[b, t, h // group].to(layer.k.dtype)
                 layer.d[slot, h, row] = d.to(layer.d.dtype)
-                layer.w[slot, h, row], layer.g[slot, h, row] = w[b, t, h].to(wide), g[b, t, h].to(wide)
+                layer.w[slot, h, row], layer.g[slot, h, row] = r * w[b, t, h].to(wide), g[b, t, h].to(wide)
     return out
 
 

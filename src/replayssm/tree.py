@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from replayssm import checks, ops
-from replayssm.backends import choose
+from replayssm.backends import choose, take_norm
 from replayssm.conv import ConvWindow
 from replayssm.layer import LayerState
 from replayssm.ring import without_padding
@@ -51,7 +51,9 @@ def verify_tree(
     else:
         checks.check_out("verify_tree", out, v)
     if v.numel():
-        choose(backend, layer, tree=True).verify_tree(layer, q, k, v, w, g, slots, out, parents)
+        chosen = choose(backend, layer, tree=True)
+        q, k, v, w = take_norm(chosen, layer, q, k, v, w)
+        chosen.verify_tree(layer, q, k, v, w, g, slots, out, parents)
     return out
 
 

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from replayssm.gates import l2norm, unit
 from replayssm.layer import LayerState
 
 
@@ -100,6 +101,20 @@ def choose(backend: str, layer: LayerState, tree: bool = False) -> Backend:
         if _refuses(name, layer, tree) is None:
             return load(name)
     return load(explain(layer, backend, tree).name)  # raises: torch serves every layer, so this is a named one
+
+
+def take_norm(
+    backend: Backend, layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and w as ``backend`` takes them. Where the layer's norm is left to the call and the backend has no code
+    for it, k = r k' with its factor r moves to where nothing is rounded, so that k' stays what ring rows keep::
+
+        d = v - r S k',  S += w d (r k')^T   is   d = r d',  d' = v / r - S k',  S += (w r^2) d' k'^T
+    """
+    if layer.norm is None or hasattr(backend, "NORMALISES"):
+        return q, k, v, w
+    r = unit(k, layer.norm).to(layer.w.dtype).repeat_interleave(layer.HV // layer.H, 2)
+    return l2norm(q, layer.norm) * layer.K**-0.5, k, v / r[..., None], w * r * r
 
 
 def _refuses(name: str, layer: LayerState, tree: bool) -> str | None:

@@ -8,7 +8,7 @@ it is transposed where it is handed over; Mamba-2's is ``[B, HV, V, K]`` already
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ def _spec(handle: Handle, recurrence: Recurrence, k: Tensor, v: Tensor, input_dt
 
 
 DELTA_INPUTS = ("query", "key", "value", "g", "beta")
+EPS = 1e-6
+"""Of the models' l2 norm."""
 
 
 def delta_rule(recurrence: Recurrence) -> Callable[[Handle, Call], tuple[Tensor, Handle]]:
@@ -68,9 +70,13 @@ def delta_rule(recurrence: Recurrence) -> Callable[[Handle, Call], tuple[Tensor,
         q, k, v, g, beta = (call.get(name) for name in DELTA_INPUTS)
         recurrent, layer = handle.recurrent, handle.layer
         step = recurrent.plan(layer, q.shape[1], q.shape[0], q.device)
-        # l2-normalised keys are not what the activation dtype holds: rows keep them in float32.
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        state = recurrent.layer(layer, _spec(handle, recurrence, k, v, wide))
+        # 16 bits hold a key, but not what its l2 norm makes of it: there the norm is left to the step, and rows keep
+        # the key as it came.
+        wide, normalised = torch.promote_types(q.dtype, torch.float32), call.get("use_qk_l2norm_in_kernel", False)
+        spec = _spec(handle, recurrence, k, v, wide)
+        if normalised and q.dtype == k.dtype != wide:
+            spec = replace(spec, input_dtype=q.dtype, norm=EPS)
+        state = recurrent.layer(layer, spec)
         n, outputs = step.tokens - step.replayed, []
         if n:
             S0 = None if step.first else state.ckpt.to(wide).transpose(-1, -2).contiguous()
@@ -79,10 +85,8 @@ def delta_rule(recurrence: Recurrence) -> Callable[[Handle, Call], tuple[Tensor,
             outputs.append(o)
         if step.replayed:
             q, k, v, g, beta = (x[:, n:] for x in (q, k, v, g, beta))
-            if call.get("use_qk_l2norm_in_kernel", False):
-                q, k = gates.delta_qk(q, k)
-            else:
-                q, k = q.to(wide) * q.shape[-1] ** -0.5, k.to(wide)
+            if spec.norm is None:
+                q, k = gates.delta_qk(q, k) if normalised else (q.to(wide) * q.shape[-1] ** -0.5, k.to(wide))
             outputs.append(recurrent.verify(layer, q, k, v, beta, g).to(call.get("query").dtype))
         recurrent.finish(layer, step)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), handle

@@ -10,6 +10,8 @@ from torch import Tensor
 from replayssm.backends.triton.config import LaunchConfig, launch_config, plain_config, power_of_2
 from replayssm.layer import LayerState
 
+NORMALISES = True  # takes q and k of layers with a norm as they come
+
 
 def refuses(layer: LayerState) -> str | None:
     """Needs Triton, a GPU (or the interpreter), and no float64."""
@@ -99,7 +101,8 @@ def launch_verify(
         *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
         BC=BK if X <= 2 else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16), GROUP=group,
-        BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, num_warps=1, **shape,
+        BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, EPS=layer.norm or 0.0,
+        num_warps=1, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x.view(B, HV, X, K).transpose(1, 2)
@@ -141,7 +144,7 @@ def launch_plain(
         *(s for x in (q, k, v, w, g, out) for s in x.stride()[:2]),
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=H, HV=HV, K=K, V=V, R=layer.ring.R, CHANNEL=layer.recurrence.channel, ERASE=layer.recurrence.erase,
-        BK=BK, BC=min(config.BC, BK), BV=config.BV, num_warps=config.num_warps,
+        EPS=layer.norm or 0.0, BK=BK, BC=min(config.BC, BK), BV=config.BV, num_warps=config.num_warps,
     )  # fmt: skip
 
 

@@ -147,6 +147,7 @@ def _by_multiply_adds(
     b_q, b_far, scale = tl.load(p_q + o_k, mask=m_k, other=0.0), tl.load(p_work + o_r), tl.load(p_work + X * (BR + 1))
     if ERASE:
         b_k, b_far_k = tl.load(p_k + o_k, mask=m_k, other=0.0), tl.load(p_work + BR + o_r)
+        scale_k = tl.load(p_work + X * (BR + 1) + 1)
     if i_slot < 0:
         tl.store(p_o + o_v, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
         return
@@ -156,7 +157,8 @@ def _by_multiply_adds(
     b_rd = tl.load(p_rd + ((i_head + o_r) % R)[:, None] * V + o_v[None, :], mask=m_rd, other=0.0).to(tl.float32)
     b_o = tl.sum(tl.sum(b_S * b_q.to(tl.float32)[None, :, :], 1), 1) * scale + tl.sum(b_rd * b_far[:, None], 0)
     if ERASE:
-        b_d -= tl.sum(tl.sum(b_S * b_k.to(tl.float32)[None, :, :], 1), 1) * scale + tl.sum(b_rd * b_far_k[:, None], 0)
+        b_k = b_k.to(tl.float32)
+        b_d -= tl.sum(tl.sum(b_S * b_k[None, :, :], 1), 1) * scale_k + tl.sum(b_rd * b_far_k[:, None], 0)
     tl.store(p_o + o_v, (b_o + b_d * near).to(p_o.dtype.element_ty), mask=m_v)
     tl.store(p_rd + (i_head + n) % R * V + o_v, b_d.to(p_rd.dtype.element_ty), mask=m_v)
     if due != 0:

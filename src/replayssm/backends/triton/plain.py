@@ -15,7 +15,7 @@ def plain_kernel(
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_wb, s_wh, s_gb, s_gh, s_ob, s_oh,
     s_cn, s_ch, s_rkn, s_rkh, s_rdn, s_rdh, s_rwn, s_rwh, s_rgn, s_rgh,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    CHANNEL: tl.constexpr, ERASE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    CHANNEL: tl.constexpr, ERASE: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One token; BV state rows of one value head a program. Grid: (B * HV * cdiv(V, BV),)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -41,6 +41,10 @@ def plain_kernel(
     b_k = tl.load(k + i_b * s_kb + i_g * s_kh + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_d = tl.load(v + i_b * s_vb + i_h * s_vh + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_w = tl.load(w + i_b * s_wb + i_h * s_wh).to(tl.float32)
+    if EPS > 0:
+        unit_k = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(b_k * b_k, 0), 0) + EPS)
+        b_q *= (K**-0.5) / tl.sqrt_rn(tl.sum(tl.sum(b_q * b_q, 0), 0) + EPS)
+        b_w *= unit_k
     if n > 0:
         b_dw = tl.load(p_rd + i_head * V, mask=m_v, other=0.0).to(tl.float32) * tl.load(p_rw + i_head)
         b_rk = tl.load(p_rk + i_head * K, mask=m_k, other=0.0).to(tl.float32)
@@ -53,6 +57,8 @@ def plain_kernel(
     b_near = tl.sum(tl.sum(b_q * b_k, 0), 0) * b_w
     if i_h % (HV // H) == 0 and i_v == 0:
         tl.store(p_rk + i_new * K, b_k.to(p_rk.dtype.element_ty), mask=m_k)
+    if EPS > 0:
+        b_k *= unit_k
     if CHANNEL:
         b_g = tl.load(p_g + o_k, mask=m_k, other=0.0).to(tl.float32)
         if i_v == 0:

@@ -3,7 +3,10 @@
 New queries and keys are taken back through the new tokens and the ring, from the newest row to the oldest; each row
 that they meet gets a coefficient. Of a draft tree's tokens they meet their ancestors alone. Log-decays are added up
 before the exponential is taken: errors of exponentials would multiply up. Sums are over suffixes, never differences of
-prefix sums."""
+prefix sums.
+
+Where q and k come without their norm (EPS), its factor goes into the coefficients of each, and a key's into the w of
+its row; so the state is read with, and the ring keeps, what came."""
 
 import triton
 import triton.language as tl
@@ -19,7 +22,7 @@ def prepare_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LIMIT: tl.constexpr,
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, TREE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
-    WIDTH: tl.constexpr, UPCAST: tl.constexpr,
+    WIDTH: tl.constexpr, EPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
 
@@ -53,20 +56,22 @@ def prepare_kernel(
     m_k = o_k < K
     if CHANNEL:
         i_bh = i_b * HV + i_h
-        _by_channel(
+        b_unit = _by_channel(
             p_x, p_k, w + i_b * s_wb + i_h * s_wh, p_g, p_rk, ring_w + i_slot * s_rwn + i_h * s_rwh, p_rg,
             work + i_bh * WIDTH, work_x + i_bh * X * K + o_k, keys + i_bh * BR * K + o_k, decays + i_bh * K + o_k,
             i_head, n, due, o_k, m_k, o_r, o_x, p_up, s_pt, s_kt, s_wt, s_gt, T, X, K, R, BR, TREE,
+            EPS,
         )  # fmt: skip
     else:
         p_g, p_rg = p_g + o_h * s_gh, p_rg + o_h * s_rgh
-        _by_head(
+        b_unit = _by_head(
             p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt,
-            s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, UPCAST,
+            s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, EPS, UPCAST,
         )  # fmt: skip
     for t in range(T):  # the new rows but for d
         i_new = (i_head + n + t) % R
-        tl.store(p_rw + i_new, tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32), mask=m_h)
+        b_w = tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32)
+        tl.store(p_rw + i_new, b_w * (_at(b_unit, o_x, T + t) if EPS > 0 else 1.0), mask=m_h)
         if CHANNEL:
             b_g = tl.load(p_g + t * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
             tl.store(p_rg + i_new * K + o_k, b_g, mask=m_k)
@@ -89,6 +94,12 @@ def _meets(b_at, o_t, j, i_up, TREE: tl.constexpr):
 
 
 @triton.jit
+def _at(b, o, i):
+    """The number of ``b`` that stands where ``o`` is ``i``."""
+    return tl.sum(tl.where(o == i, b, 0.0), 0)
+
+
+@triton.jit
 def _times_one(blocks, p, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
     """Of rows loaded by columns the products with the vector at ``p``: [rows]."""
     b = tl.zeros(blocks[0].shape, tl.float32)
@@ -103,7 +114,7 @@ def _by_head(
     p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt, s_wt,
     s_gt, T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, TREE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    EPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Products with keys are shared by the value heads, decays [BG] are not: on tensor cores those of 16 bits; float32
     would have to go there in three parts, so it takes multiply-adds."""
@@ -126,6 +137,13 @@ def _by_head(
         ws = ws + (tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32),)
         gs = gs + (tl.load(p_g + t * s_gt, mask=m_h, other=0.0).to(tl.float32),)
         ups = ups + (tl.load(p_up + t * s_pt).to(tl.int32) if TREE else 0,)
+    b_unit, b_factor = tl.full(o_x.shape, 1.0, tl.float32), tl.full(o_x.shape, 1.0, tl.float32)
+    if EPS > 0:
+        b_squares = tl.zeros(xs[0].shape, tl.float32)
+        for i in tl.static_range(BK // C):
+            b_squares += xs[i].to(tl.float32) * xs[i].to(tl.float32)
+        b_unit = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(b_squares, 2), 0) + EPS)
+        b_factor = tl.where(o_x < T, b_unit * (K**-0.5), b_unit)
     grams, scores = (), ()  # of each new key with all x, [BX]; of each x with all old keys, [BR]
     if WIDE:
         for j in tl.static_range(T):
@@ -148,7 +166,8 @@ def _by_head(
     p_near, p_scale, p_keep = p_work + X * BR, p_work + X * (BR + T), p_work + X * (BR + T + 1)
     b_log, b_at, m_hx = tl.zeros([BG, BX], tl.float32), o_t, m_h[:, None] & (o_x < X)[None, :]
     for j in tl.static_range(T - 1, -1, -1):
-        b_near = grams[j][None, :] * ws[j][:, None] * tl.exp(b_log)
+        b_w = ws[j] * _at(b_unit, o_x, T + j) if EPS > 0 else ws[j]
+        b_near = (grams[j] * b_factor)[None, :] * b_w[:, None] * tl.exp(b_log)
         m_on, b_at = _meets(b_at, o_t, j, ups[j], TREE)
         m_near = m_on & ((o_x < T) | (o_t > j))  # a key reads what came before it
         b_near = tl.where(m_near[None, :], b_near, 0.0)
@@ -156,14 +175,17 @@ def _by_head(
         b_log += tl.where(m_on[None, :], gs[j][:, None], 0.0)
     b_all = tl.sum(b_next, 1) + tl.where(n > 0, b_oldest, 0.0)
     b_keep *= tl.exp(tl.cumsum(b_next, 1, reverse=True))
-    tl.store(p_scale[:, None] + o_x[None, :], tl.exp(b_log + b_all[:, None]), mask=m_hx)
+    tl.store(p_scale[:, None] + o_x[None, :], tl.exp(b_log + b_all[:, None]) * b_factor[None, :], mask=m_hx)
     for x in tl.static_range(X):
         b_e = tl.exp(tl.sum(tl.where((o_x == x)[None, :], b_log, 0.0), 1))
+        if EPS > 0:
+            b_e *= _at(b_factor, o_x, x)
         tl.store(
             p_work[:, None] + x * BR + o_r[None, :], scores[x][None, :] * (b_keep * b_e[:, None]), mask=m_h[:, None]
         )
     tl.store(p_keep[:, None] + o_r[None, :], b_keep, mask=m_h[:, None] & (o_r < BR * due)[None, :])
     tl.store(p_keep + BR, tl.exp(b_all), mask=tl.arange(0, BG) < GROUP * due)
+    return b_unit
 
 
 @triton.jit
@@ -171,17 +193,22 @@ def _by_channel(
     p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, p_out, p_keys, p_decay, i_head, n, due, o_k, m_k, o_r, o_x,
     p_up, s_pt, s_kt, s_wt, s_gt,
     T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, TREE: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     """All vectors in one block [BX, NC, BC], as they decay by channel; four ring rows at a time."""
     o_t, m_x = o_x % T, (o_x < X)[:, None, None] & m_k[None, :, :]
-    b_at = o_t
+    b_at, b_unit = o_t, tl.full(o_x.shape, 1.0, tl.float32)
     b_x = tl.load(p_x[:, None, None] + o_k[None, :, :], mask=m_x, other=0.0).to(tl.float32)
+    if EPS > 0:
+        b_unit = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(b_x * b_x, 1), 1) + EPS)
+        b_x *= tl.where(o_x < T, b_unit * (K**-0.5), b_unit)[:, None, None]
     for i in range(T):
         j = T - 1 - i
         b_k = tl.load(p_k + j * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_g = tl.load(p_g + j * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
         i_up = tl.load(p_up + j * s_pt).to(tl.int32) if TREE else 0
         b_near = tl.sum(tl.sum(b_x * b_k[None, :, :], 1), 1) * tl.load(p_w + j * s_wt).to(tl.float32)
+        b_near *= _at(b_unit, o_x, T + j) if EPS > 0 else 1.0
         m_on, b_at = _meets(b_at, o_t, j, i_up, TREE)
         b_near = tl.where(m_on & ((o_x < T) | (o_t > j)), b_near, 0.0)  # a key reads what came before it
         tl.store(p_work + X * BR + j * X + o_x, b_near, mask=o_x < X)
@@ -211,3 +238,4 @@ def _by_channel(
     tl.store(p_out[None, :, :] + o_x[:, None, None] * K, b_x * b_decay[None, :, :], mask=m_x)
     tl.store(p_work + X * (BR + T + 1) + o_r, b_keep, mask=o_r < BR * due)
     tl.store(p_decay, b_decay, mask=o_k < K * due)
+    return b_unit
