@@ -129,6 +129,38 @@ def test_rings_of_more_rows_than_a_product_takes_as_the_torch_backend() -> None:
     assert done.returncode == 0, done.stderr
 
 
+HEADS = """
+import torch
+from replayssm import MAMBA2, LayerSpec, StatePool, ops
+from replayssm.backends import triton
+from replayssm.backends.triton.config import LaunchConfig
+from replayssm.testing import make_inputs
+
+rng = torch.Generator().manual_seed(0)
+spec, slots = LayerSpec(MAMBA2, 2, 8, 16, 16), torch.tensor([2, 0], dtype=torch.int32)
+pools = [StatePool(3, fold_every=2, window=2) for _ in range(4)]
+for pool in pools:
+    pool.add_layer(spec)
+for _ in range(3):
+    x = make_inputs(MAMBA2, 2, 2, 2, 8, 16, 16, torch.float32, rng)
+    outs = []
+    for heads, pool in zip((16, 2, 1), pools):
+        outs.append(torch.empty_like(x.v))
+        triton.launch_verify(pool.layers[0], *x, slots, outs[-1], LaunchConfig(16, heads=heads))
+    outs.append(ops.verify(pools[-1].layers[0], *x, slots=slots, backend="torch"))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    torch.testing.assert_close(outs[0], outs[3], rtol=1e-5, atol=1e-5)
+    for pool in pools:
+        pool.commit(slots, 2)
+"""
+
+
+def test_value_heads_are_shared_out_to_programs() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", HEADS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_configuration_is_a_pure_function_that_fits_the_layer() -> None:
     for state_bits in (16, 32):
         for channel in (False, True):

@@ -83,7 +83,8 @@ def launch_verify(
         q, k = q.to(common), k.to(common)
     q, k, v = _dense(q), _dense(k), _dense(v)
     g = _dense(g) if channel else g
-    X, group, size = (2 * T if erase else T), (1 if channel else HV // H), layer.ckpt.element_size()
+    X, group, size = (2 * T if erase else T), HV // H, layer.ckpt.element_size()
+    group = 1 if channel else config.heads if group % config.heads == 0 else group
     BK, BR = power_of_2(K, 32), power_of_2(layer.ring.most, 16)
     width = -(-(X * (BR + T + 1) + BR + 1) // 8) * 8  # whole sectors of 32 bytes
     rows = B * HV

@@ -11,8 +11,9 @@ class LaunchConfig:
     """BV: state rows a program of the read kernel, 16 at least; num_warps: its warps; order: how programs run through
     blocks of V, rows of the batch and heads, fastest first.
     dot: products on tensor cores, else multiply-adds (of one token, decay by head only); registers: what a thread may
-    take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. BC: the plain kernel's columns a
-    row that go to different threads."""
+    take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. heads: value heads of one key head
+    that a program of the first launch serves at most. BC: the plain kernel's columns a row that go to different
+    threads."""
 
     BV: int
     num_warps: int = 1
@@ -20,6 +21,7 @@ class LaunchConfig:
     dot: bool = True
     order: str = "vhb"
     registers: int | None = None
+    heads: int = 16
 
     def __post_init__(self) -> None:
         # Tensor-core products of fewer than 16 rows a warp miscompile (Triton 3.6, sm_90, 8 warps on 64 rows).
@@ -48,6 +50,7 @@ def candidates(*, channel: bool, state_bits: int, K: int, V: int, T: int) -> lis
     configs = [_fit(BV, state_bits=state_bits, K=K, V=V, T=T) for BV in (16, 32, 64)]
     configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vbh", "bvh")]
     configs += [replace(first, registers=registers) for registers in ((None, 96) if first.dot else ())]
+    configs += [replace(first, heads=heads) for heads in (() if channel else (8, 4))]
     return [first] + [config for i, config in enumerate(configs) if config not in [first, *configs[:i]]]
 
 
