@@ -30,6 +30,7 @@ from replayssm.tiny import TINY, tiny_model
 KEYS = {
     "recurrence", "identical", "tokens_per_s", "stock_tokens_per_s", "state_bytes_per_token",
     "stock_state_bytes_per_token", "bytes_per_sequence", "drafts_accepted", "tokens_per_forward",
+    "drafts_tokens_per_s",
 }  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def test_demo_json_is_identical_for_each_trained_model(name: str, capsys: pytest
     assert 0 < model["state_bytes_per_token"] < model["stock_state_bytes_per_token"]
     assert model["tokens_per_s"] > 0 and model["stock_tokens_per_s"] > 0 and model["bytes_per_sequence"] > 0
     assert 0 < model["drafts_accepted"] <= 1 < model["tokens_per_forward"]
+    assert model["drafts_tokens_per_s"] > 0
     assert "identical: 40 tokens" in shown.err
 
 

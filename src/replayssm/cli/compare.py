@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,8 +25,9 @@ class Result:
     """What one model showed. Speeds are medians of ``REPEATS`` runs after the streamed one, sides in alternating order.
 
     divergence: index of the first token that differs, or None; gap: how far apart stock's scores of the two tokens are
-    there; difference: the largest between both sides' logits up to there. drafts_accepted, tokens_per_forward: of
-    greedy decoding with drafts looked up in the text; drafts_identical: that it gave the tokens of decoding without.
+    there; difference: the largest between both sides' logits up to there. drafts_accepted, tokens_per_forward,
+    drafts_tokens_per_s: of greedy decoding with drafts looked up in the text, prompt included; drafts_identical: that
+    it gave the tokens of decoding without.
     """
 
     recurrence: str
@@ -41,6 +43,7 @@ class Result:
     stock_bytes_per_sequence: int
     drafts_accepted: float = 0.0
     tokens_per_forward: float = 1.0
+    drafts_tokens_per_s: float = 0.0
     drafts_identical: bool = True
 
     @property
@@ -60,6 +63,7 @@ class Result:
             "bytes_per_sequence": self.bytes_per_sequence,
             "drafts_accepted": round(self.drafts_accepted, 3),
             "tokens_per_forward": round(self.tokens_per_forward, 3),
+            "drafts_tokens_per_s": round(self.drafts_tokens_per_s, 2),
         }
 
 
@@ -99,7 +103,7 @@ class Comparison:
         divergence = first_difference(streams["stock"].tokens, streams["replay"].tokens)
         gap, difference = _logit_gap(outputs, streams["stock"].tokens, streams["replay"].tokens, divergence)
         rates = self._time()
-        plain, drafted = self._draft()
+        plain, drafted, seconds = self._draft()
         replay, stock = outputs["replay"].past_key_values, outputs["stock"].past_key_values
         layers = replay.recurrent.pool.layers
         return Result(
@@ -110,6 +114,7 @@ class Comparison:
             bytes_per_sequence=replay.nbytes + self.static * _recurrent_bytes(replay),  # there, of convolutions alone
             stock_bytes_per_sequence=_recurrent_bytes(stock),
             drafts_accepted=drafted.acceptance, tokens_per_forward=drafted.tokens_per_step,
+            drafts_tokens_per_s=self.tokens / seconds,
             drafts_identical=plain.sequences.equal(drafted.sequences),
         )  # fmt: skip
 
@@ -122,17 +127,21 @@ class Comparison:
                 rates[side].append(self._generate(side, min(self.tokens, TIMED_TOKENS))[1].rate)
         return rates
 
-    def _draft(self) -> list[Any]:
-        """ReplaySSM's greedy text without and with drafts."""
+    def _draft(self) -> tuple[Any, Any, float]:
+        """ReplaySSM's greedy text without and with drafts, and the seconds of the latter, once warm."""
         import torch
 
         self.status("ReplaySSM verifies drafts")
         model = self.models["replay"]
         ids = torch.tensor([self.checkpoint.encode(self.prompt)], device=model.device)
-        return [
-            generate(model, ids, max_new_tokens=self.tokens, draft=draft, eos_token_id=(), static=self.static)
-            for draft in (None, "prompt-lookup")
-        ]
+
+        def text(draft: str | None) -> Any:
+            return generate(model, ids, max_new_tokens=self.tokens, draft=draft, eos_token_id=(), static=self.static)
+
+        plain, _ = text(None), text("prompt-lookup")
+        begin = time.perf_counter()
+        drafted = text("prompt-lookup")
+        return plain, drafted, time.perf_counter() - begin
 
     def _generate(self, side: str, tokens: int, **outputs: Any) -> tuple[Any, TextStream]:
         """One text. Where no outputs are asked for it is a timed run, and its text goes nowhere."""

@@ -110,7 +110,7 @@ NOTE = (
     "State moved a token: recurrent state and ring that a decode step of one sequence must read and write, mean of a\n"
     "fold cycle (replayssm.traffic). A step of models this small is spent in Python, not in memory traffic, so their\n"
     "tokens/s say little about large ones: `replayssm bench` measures those shapes. Drafts are looked up in the text\n"
-    "itself, at temperature 0, where models this small repeat themselves and many drafts are right."
+    "itself, at temperature 0, where models this small repeat themselves and many drafts are right. Stock has none."
 )
 
 
@@ -149,6 +149,7 @@ def table_rows(results: Sequence[Result]) -> list[list[str]]:
     return [
         ["text", "", *(_text(r) for r in results)],
         ["tokens/s", "ReplaySSM", *(f"{r.tokens_per_s:.1f}" for r in results)],
+        ["", "  with drafts", *(f"{r.drafts_tokens_per_s:.1f}" for r in results)],
         ["", "stock", *(f"{r.stock_tokens_per_s:.1f}" for r in results)],
         ["state moved a token", "ReplaySSM", *(_kib(r.state_bytes_per_token) for r in results)],
         ["", "stock", *(_kib(r.stock_state_bytes_per_token) for r in results)],
