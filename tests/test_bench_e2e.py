@@ -59,6 +59,8 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--batch", "0"], "argument --batch"),
         (["--new-tokens", "4", "--variant", "replay-on"], "--new-tokens is of variant replay-verify"),
+        (["--new-tokens", ","], "argument --new-tokens: it names no number; got ','"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
         (["--out", "/nowhere/x.json"], "does not exist"),
     ],
 )
@@ -86,6 +88,12 @@ def test_real_sizes(name: str, layers: int, recurrent: int) -> None:
     config = models.CONFIGS[name](None)
     assert (config.num_hidden_layers, config.layer_types.count("linear_attention")) == (layers, recurrent)
     assert models.CONFIGS[name](6).num_hidden_layers == 6
+
+
+def test_only_steps_that_verify_have_several_tokens() -> None:
+    model = models.build("tiny-gdn", None, torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="stock-eager takes one token a step; got T=4"):
+        e2e.measure("tiny-gdn", model, "stock-eager", 1, T=4, read=1e9)
 
 
 def test_kernels_by_what_they_are_for() -> None:

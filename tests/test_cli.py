@@ -117,6 +117,7 @@ def test_the_comparison_of_a_gpu_has_caches_of_fixed_size() -> None:
             write=lambda side, text: said.append((side, text)), status=said.append, static=static,
         )  # fmt: skip
         found[static] = comparison.run()
+        assert getattr(comparison.models["replay"], "_replayssm", None) is None, "left attached"
     assert found[False].identical and found[True].identical
     for name in ("bytes_per_sequence", "stock_bytes_per_sequence", "state_bytes_per_token", "drafts_accepted"):
         assert getattr(found[False], name) == getattr(found[True], name), name

@@ -16,6 +16,7 @@ from tiny_models import BACKEND, BUILDERS, build
 
 import replayssm
 from replayssm import Sampling
+from replayssm.hf import explain
 from replayssm.hf.drafters import DraftModel
 from replayssm.hf.trees import SPARSE
 from replayssm.lookup import EarlierOutputs, PromptLookup
@@ -170,6 +171,7 @@ def test_greedy_with_trees(subject: Subject) -> None:
     results = [run(subject, draft, draft_tokens=8) for draft in drafters]
     assert all(torch.equal(out.sequences, subject.want) for out in results)
     assert 0.1 < results[0].acceptance < 0.9 and results[0].steps < 13
+    assert "draft trees: torch" in explain(subject.model)
 
 
 def test_sampled_by_every_type(subject: Subject) -> None:

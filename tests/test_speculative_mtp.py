@@ -152,7 +152,21 @@ def test_what_is_no_head(tmp_path: Path) -> None:
         MTPHead(build("nemotron_h", mtp_layers_block_type=["mamba", "moe"]))
     with pytest.raises(ValueError, match="was not loaded from a directory"):
         MTPHead.load(model)
+    with pytest.raises(ValueError, match=r"Qwen/Qwen3\.5-4B is not a directory"):
+        MTPHead.load(model, "Qwen/Qwen3.5-4B")
+    with pytest.raises(ValueError, match="whole number of at least 1; got True"):
+        MTPHead(model, branches=True)
+    index = tmp_path / "model.safetensors.index.json"
+    for broken in ("[]", "null", '{"weight_map": []}'):
+        index.write_text(broken)
+        with pytest.raises(ValueError, match="cannot be read: "):
+            MTPHead.load(model, tmp_path)
+    index.unlink()
     file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "mtp.fc.weight": torch.ones(64, 128, dtype=torch.int8)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"quantised heads are not known; mtp\.fc\.weight in .* is torch\.int8"):
+        MTPHead.load(model, tmp_path)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"the weights in .* cannot be read: "):
         MTPHead.load(model, tmp_path)

@@ -178,6 +178,26 @@ def test_convolution_windows() -> None:
         commit_path(pool.layers, path, accepted, slots, pool.convs)
 
 
+def test_a_tree_without_nodes_folds_what_is_due(recurrence: Recurrence, where: Where) -> None:
+    """As a chain without tokens: the commit takes it as done."""
+    run, to = Run(recurrence, where), where.device
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    for _ in range(12):
+        x = run.inputs(2, 1)
+        ops.verify(run.layer, *(y.to(to) for y in x), slots=slots.to(to), backend=where.backend)
+        run.pool.commit(slots.to(to), 1)
+        run.follow(slots, x, torch.zeros(2, 1, dtype=torch.long), torch.ones(2, dtype=torch.long))
+        none = run.inputs(2, 0)
+        empty = torch.zeros(2, 0, dtype=torch.long)
+        run.verify(slots, none, empty)
+        commit_path(run.pool.layers, empty.to(to), torch.zeros(2, dtype=torch.long, device=to), slots.to(to))
+    assert int(run.pool.ring.count[2]) < 12, "no fold was part of the test"
+    run.pool.fold(slots.to(to))
+    states = Tally(torch.float32)
+    states.add(run.layer.ckpt.cpu(), run.same, run.exact)
+    states.check("states")
+
+
 def test_which_backend_verifies_trees() -> None:
     run, slots = Run(Recurrence("head", True)), torch.tensor([2], dtype=torch.int32)
     choice = explain(run.layer, tree=True)
@@ -185,8 +205,9 @@ def test_which_backend_verifies_trees() -> None:
     assert for_trees("cpu") == "auto" and for_trees("torch") == "torch"
     with pytest.raises(ValueError, match="backend 'cpu' cannot serve this layer: it verifies chains only"):
         verify_tree(run.layer, *run.inputs(1, 2), torch.tensor([[-1, -1]]), slots=slots, backend="cpu")
-    with pytest.raises(ValueError, match="unknown backend 'tree'; valid: auto, "):
-        verify_tree(run.layer, *run.inputs(1, 2), torch.tensor([[-1, -1]]), slots=slots, backend="tree")
+    for T in (2, 0):
+        with pytest.raises(ValueError, match="unknown backend 'tree'; valid: auto, "):
+            verify_tree(run.layer, *run.inputs(1, T), torch.full((1, T), -1), slots=slots, backend="tree")
 
 
 def test_errors() -> None:

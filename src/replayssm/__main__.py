@@ -2,6 +2,7 @@
 
 import _thread
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -13,7 +14,11 @@ def entry() -> None:
     """Runs the command line and ends the process with its exit code."""
     sys.unraisablehook = _interrupt_again
     code = main()
-    if code == 130:  # LLVM, interrupted while it compiles the CPU kernels, crashes as the interpreter is taken down
+    sys.unraisablehook = sys.__unraisablehook__
+    if code == 130:
+        # A second interrupt is not to break the end; and LLVM, interrupted while it compiles the CPU kernels, crashes
+        # as the interpreter is taken down.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

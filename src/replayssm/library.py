@@ -37,20 +37,32 @@ def _(*args: object) -> None:
 
 
 def run(
-    op: str, layer: LayerState, inputs: Sequence[Tensor], slots: Tensor, out: Tensor, folded: bool, backend: str
+    op: str,
+    layer: LayerState,
+    inputs: Sequence[Tensor],
+    slots: Tensor,
+    out: Tensor,
+    folded: bool,
+    backend: str,
+    parents: Tensor | None = None,
 ) -> None:
-    """Checks, chooses the backend and calls it; see :func:`replayssm.ops.verify`. op: named in errors; inputs: q, k, v,
-    w and g."""
+    """Checks, chooses the backend and calls it; see :func:`replayssm.ops.verify` and, with parents,
+    :func:`replayssm.tree.verify_tree`. op: named in errors; inputs: q, k, v, w and g."""
     q, k, v, w, g = inputs
     checks.check_verify(op, layer, q, k, v, w, g, slots, folded)
+    if parents is not None:
+        checks.check_parents(op, parents, slots, v.shape[1])
     checks.check_out(op, out, v)
+    chosen = choose(backend, layer, tree=parents is not None)
     if v.numel():
-        chosen = choose(backend, layer)
         q, k, v, w = take_norm(chosen, layer, q, k, v, w)
-        chosen.verify(layer, q, k, v, w, g, slots, out)
+        if parents is None:
+            chosen.verify(layer, q, k, v, w, g, slots, out)
+        else:
+            chosen.verify_tree(layer, q, k, v, w, g, slots, out, parents)
     elif slots.numel():  # no token, but the commit that ends the step takes a due fold as done
         head, count = layer.ring.at(slots)
-        choose(backend, layer).fold(layer, slots, count * layer.ring.due(count, head))
+        chosen.fold(layer, slots, count * layer.ring.due(count, head))
 
 
 def traced(

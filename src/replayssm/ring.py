@@ -37,6 +37,9 @@ class Scratch:
         self.buffers = list(buffers)
         self._parts: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # making views takes longer than a launch
 
+    def __getstate__(self) -> dict[str, object]:
+        return {"buffers": self.buffers, "_parts": {}}  # copied views would be of memory of their own
+
     def take(self, *sizes: int, device: torch.device) -> tuple[Tensor, ...]:
         """So many float32 each, of undefined content."""
         numel = sum(sizes)

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replayssm import checks, ops
-from replayssm.backends import choose, take_norm
+from replayssm import checks, library, ops
 from replayssm.conv import ConvWindow
 from replayssm.layer import LayerState
 from replayssm.ring import without_padding
@@ -44,16 +43,8 @@ def verify_tree(
     ``explain(layer, tree=True)`` says what auto takes. Raises ValueError or TypeError on a wrong shape, dtype, device,
     slot, parent or backend.
     """
-    checks.check_verify("verify_tree", layer, q, k, v, w, g, slots)
-    checks.check_parents("verify_tree", parents, slots, v.shape[1])
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    else:
-        checks.check_out("verify_tree", out, v)
-    if v.numel():
-        chosen = choose(backend, layer, tree=True)
-        q, k, v, w = take_norm(chosen, layer, q, k, v, w)
-        chosen.verify_tree(layer, q, k, v, w, g, slots, out, parents)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+    library.run("verify_tree", layer, (q, k, v, w, g), slots, out, False, backend, parents)
     return out
 
 

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import replayssm
 
-CYCLE = 16  # steps from fold to fold
+CYCLE = 16  # tokens from fold to fold
 WARM = 8  # steps that are not timed
 
 
@@ -77,8 +77,10 @@ class Row:
 class Stamps(StoppingCriteria):
     """When each step was done: events on a GPU, so that nothing waits for it; wall time on a CPU."""
 
-    def __init__(self, device: torch.device, tell: Callable[[str], None] | None = None, profile: Any = None) -> None:
-        self.device, self.tell, self.profile = device, tell, profile
+    def __init__(
+        self, device: torch.device, tell: Callable[[str], None] | None = None, profile: Any = None, window: int = CYCLE
+    ) -> None:
+        self.device, self.tell, self.profile, self.window = device, tell, profile, window
         self.at: list[Any] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
@@ -91,7 +93,7 @@ class Stamps(StoppingCriteria):
         n = len(self.at)
         if self.profile is not None and n == WARM:
             self.profile.start()
-        if self.profile is not None and n == WARM + CYCLE:
+        if self.profile is not None and n == WARM + self.window:
             self.profile.stop()
         if self.tell is not None and n % CYCLE == 0:
             self.tell(f"{n} tokens")
@@ -141,7 +143,12 @@ def measure(
     if "full_attention" not in model.config.layer_types:
         raise ValueError(f"{name}: none of its {model.config.num_hidden_layers} layers has attention; keep more layers")
     ids = torch.randint(3, 100, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
-    new, stay = WARM + CYCLE * cycles + 2, max(1, T - 1)
+    if T > 1 and not how.verifies:
+        raise ValueError(f"{name}: {variant} takes one token a step; got T={T}")
+    stay = max(1, T - 1)
+    cycle = -(-CYCLE // stay)  # steps from fold to fold
+    window = -(-CYCLE // cycle) * cycle
+    new = WARM + window * cycles + 2
     static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if how.compiled else {}
 
     def text(stamps: Stamps) -> Stamps:
@@ -166,8 +173,8 @@ def measure(
         steps = stamps.steps()
         first = (time.perf_counter() - start) * 1e3 - sum(steps)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-        launches, parts = _parts(text, device) if on_gpu else (None, None)
-    windows = [mean(steps[i : i + CYCLE]) for i in range(WARM, WARM + CYCLE * cycles, CYCLE)]
+        launches, parts = _parts(text, device, window) if on_gpu else (None, None)
+    windows = [mean(steps[i : i + window]) for i in range(WARM, WARM + window * cycles, window)]
     ms = median(windows)
     if parts is not None:
         parts["idle"] = max(0.0, ms - sum(parts.values()))
@@ -211,17 +218,17 @@ def part(kernel: str) -> str:
     return next((name for name, words in PARTS if any(word in low for word in words)), "rest")
 
 
-def _parts(text: Callable[[Stamps], Stamps], device: torch.device) -> tuple[float, dict[str, float]]:
+def _parts(text: Callable[[Stamps], Stamps], device: torch.device, window: int) -> tuple[float, dict[str, float]]:
     from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CUDA])
-    text(Stamps(device, profile=profiler))
+    text(Stamps(device, profile=profiler, window=window))
     parts = dict.fromkeys([*(name for name, _ in PARTS), "rest"], 0.0)
     launches = 0
     for event in profiler.key_averages():
-        parts[part(event.key)] += event.self_device_time_total / CYCLE / 1e3
+        parts[part(event.key)] += event.self_device_time_total / window / 1e3
         launches += event.count
-    return launches / CYCLE, parts
+    return launches / window, parts
 
 
 def state_bytes(config: Any, batch: int, dtype: torch.dtype) -> int:

@@ -20,4 +20,4 @@ def read_kernel(x, out, BLOCK: tl.constexpr):
 
 def read(x: Tensor, out: Tensor, block: int, warps: int) -> None:
     """Reads all of ``x``, float32 of a multiple of ``block`` numbers."""
-    read_kernel[(x.numel() // block,)](x, out, block, num_warps=warps)
+    read_kernel[(x.numel() // block,)](x, out, block, num_warps=warps, enable_fp_fusion=True)

@@ -33,6 +33,8 @@ def chosen(text: str | None, what: str, valid: Any) -> list[str] | None:
 
 def whole_numbers(text: str | None, option: str) -> list[int]:
     """The numbers of a comma-separated list, 1 or more; none where the option is not given."""
+    if text is not None and not text.strip(", "):
+        raise UsageError(f"argument --{option}: it names no number; got {text!r}")
     try:
         return [int(number(int, 1)(each.strip())) for each in (text or "").split(",") if each.strip()]
     except argparse.ArgumentTypeError as error:

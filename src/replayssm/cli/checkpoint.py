@@ -74,7 +74,7 @@ def check_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"device {device!r} cannot be used: {_first_line(error)}") from None
     return device

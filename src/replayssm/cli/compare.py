@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from replayssm import attach, generate
+from replayssm import attach, detach, generate
 from replayssm.cli.args import UsageError
 from replayssm.cli.checkpoint import Checkpoint
 from replayssm.cli.stream import TextStream, sampling
@@ -71,7 +71,8 @@ class Result:
 class Comparison:
     """One model and its prompt. attaching, sampling: arguments of :func:`replayssm.attach` and of ``generate``.
     ``write(side, text)`` and ``status(text)`` are told what happens. static: with caches of fixed size, whose steps are
-    compiled on a GPU."""
+    compiled on a GPU. models: ``stock``, and for ``replay`` a copy, so that neither is compiled again for the other;
+    as long as that one is attached, stock's recurrent functions are called through a look at their arguments."""
 
     name: str
     checkpoint: Checkpoint
@@ -83,18 +84,21 @@ class Comparison:
     write: Callable[[str, str], None]
     status: Callable[[str], None]
     static: bool = False
+    models: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self) -> Result:
         """Both sides write the text; then both are timed."""
-        model = self.checkpoint.model
-        self.models = {
-            "stock": model,
-            "replay": copy.deepcopy(model),
-        }  # so that neither is compiled again for the other
+        self.models = {"stock": self.checkpoint.model, "replay": copy.deepcopy(self.checkpoint.model)}
         try:
             attach(self.models["replay"], **self.attaching)
         except (ValueError, RuntimeError) as error:
             raise UsageError(str(error)) from None
+        try:
+            return self._compare()
+        finally:
+            detach(self.models["replay"])
+
+    def _compare(self) -> Result:
         outputs, streams = {}, {}
         for side in SIDES:
             compiles = ", compiling first" if self.static else ""

@@ -43,7 +43,10 @@ def run(args: argparse.Namespace) -> int:
     from replayssm.cli.screen import make_screen
 
     device = check_device(args.device)
-    attaching = {"fold_every": args.fold_every, "backend": args.backend}
+    from replayssm.auto import FOLD_EVERY
+
+    # Not what is faster for texts as small as these, but what there is to show.
+    attaching = {"fold_every": args.fold_every or FOLD_EVERY, "backend": args.backend}
     sampling = {"temperature": args.temperature}
     results = []
     with make_screen(args.prompt, sys.stderr if args.json else sys.stdout, quiet=args.json) as screen:

@@ -24,7 +24,7 @@ class DraftModel:
     """
 
     def __init__(self, model: PreTrainedModel, most: int = 8, branches: int = 1) -> None:
-        if not isinstance(branches, int) or branches < 1:
+        if type(branches) is not int or branches < 1:
             raise ValueError(f"DraftModel: branches must be a whole number of at least 1; got {branches!r}")
         Runner(model, WINDOW)  # refuses a model that does not suit
         attachment = getattr(model, "_replayssm", None)

@@ -79,7 +79,7 @@ class MTPHead(nn.Module):
 
     def __init__(self, model: PreTrainedModel, branches: int = 1) -> None:
         super().__init__()
-        if not isinstance(branches, int) or branches < 1:
+        if type(branches) is not int or branches < 1:
             raise ValueError(f"MTPHead: branches must be a whole number of at least 1; got {branches!r}")
         self.branches = branches
         config = copy.deepcopy(model.config.get_text_config(decoder=True))
@@ -116,12 +116,19 @@ class MTPHead(nn.Module):
         if not place:
             raise ValueError("MTPHead: the model was not loaded from a directory; MTPHead.load(model, path) names one")
         directory = Path(place)
+        if not directory.is_dir():
+            raise ValueError(f"MTPHead: {directory} is not a directory; MTPHead.load(model, path) names one")
         try:
             found = _read(directory)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise ValueError(f"MTPHead: the weights in {directory} cannot be read: {error}") from None
         if not found:
             raise ValueError(f"MTPHead: no weights mtp.* in {directory}")
+        narrow = [name for name, x in found.items() if not x.is_floating_point() or x.element_size() < 2]
+        if narrow:
+            raise ValueError(
+                f"MTPHead: quantised heads are not known; mtp.{narrow[0]} in {directory} is {found[narrow[0]].dtype}"
+            )
         own = {name: x.shape for name, x in head.state_dict().items()}
         single = {name: _experts(name, shape) for name, shape in own.items() if name not in found}
         wrong = _differences(own, single, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from replayssm.backends import explain
+from replayssm.backends import explain, for_trees
 from replayssm.hf.options import Options
 from replayssm.layer import LayerState
 from replayssm.pool import StatePool
@@ -41,13 +41,16 @@ def explain_state(state: State) -> str:
     if pool is None or not state.states:
         return "nothing has run yet; the backend is chosen at the first call"
     layer, ring = next(iter(state.states.values())), pool.ring
+    tree = explain(layer, for_trees(state.options.backend), tree=True).name
     return "\n".join(
         [
             str(explain(layer, state.options.backend)),
+            *([f"draft trees: {tree}"] if ring.window > 1 else []),
             f"recurrence: {layer.recurrence.name}, H={layer.H} HV={layer.HV} K={layer.K} V={layer.V}, "
             f"{len(state.states)} layers, {pool.N} sequences",
             f"ring: R={ring.R} rows, a fold after {ring.limit + 1} tokens, window {ring.window} ({state.purpose})",
-            f"dtypes: checkpoint {layer.ckpt.dtype}, k {layer.k.dtype}, d {layer.d.dtype}, w and g {layer.w.dtype}",
+            f"dtypes: checkpoint {layer.ckpt.dtype}, k {layer.k.dtype}, d {layer.d.dtype}, w and g {layer.w.dtype}"
+            + ("" if layer.norm is None else "; k as the model has it, before its norm"),
             f"bytes: {state.nbytes // pool.N} a sequence",
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from replayssm.backends.triton.config import LaunchConfig, launch_config, plain_config, power_of_2
 from replayssm.layer import LayerState
 
+FUSED: dict[str, Any] = dict(enable_fp_fusion=True)  # of multiply and add, which Triton 3.10 has to be asked for
 NORMALISES = True  # takes q and k of layers with a norm as they come
 
 
@@ -78,8 +80,8 @@ def launch_verify(
     B, T = v.shape[:2]
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
     channel, erase, device = layer.recurrence.channel, layer.recurrence.erase, v.device
-    if q.dtype != k.dtype:  # read as one block
-        common = torch.promote_types(q.dtype, k.dtype)
+    if q.dtype != k.dtype or q.dtype == torch.float64:  # read as one block
+        common = torch.float32 if torch.float64 in (q.dtype, k.dtype) else torch.promote_types(q.dtype, k.dtype)
         q, k = q.to(common), k.to(common)
     q, k, v = _dense(q), _dense(k), _dense(v)
     g = _dense(g) if channel else g
@@ -95,6 +97,8 @@ def launch_verify(
     tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
     shape = dict(
         T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width, UPCAST=not tensor_cores,
+        PARTS=1 if not tf32 else 3 if 4 in (q.element_size(), v.element_size()) else 2,
+        PRECISION="tf32" if tf32 else "ieee",
     )  # fmt: skip
     prepare_kernel[(B * HV // group,)](
         q, k, w, g, slots, slots if parents is None else parents, layer.k, layer.w, layer.g, layer.ring.head,
@@ -103,7 +107,7 @@ def launch_verify(
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
         BC=BK if X <= 2 else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16), GROUP=group,
         BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, EPS=layer.norm or 0.0,
-        num_warps=1, **shape,
+        num_warps=1, **FUSED, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x.view(B, HV, X, K).transpose(1, 2)
@@ -115,10 +119,8 @@ def launch_verify(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         V=V, BC=64 // size if config.dot else 32, BV=config.BV, BX=power_of_2(X, 8), DOT=config.dot,
-        PARTS=1 if not tf32 else 3 if 4 in (q.element_size(), v.element_size()) else 2,
-        PRECISION="tf32" if tf32 else "ieee",
         AXIS_V=config.order.index("v"), AXIS_B=config.order.index("b"), AXIS_H=config.order.index("h"),
-        num_warps=config.num_warps, **options, **shape,
+        num_warps=config.num_warps, **options, **FUSED, **shape,
     )  # fmt: skip
 
 
@@ -146,6 +148,7 @@ def launch_plain(
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=H, HV=HV, K=K, V=V, R=layer.ring.R, CHANNEL=layer.recurrence.channel, ERASE=layer.recurrence.erase,
         EPS=layer.norm or 0.0, BK=BK, BC=min(config.BC, BK), BV=config.BV, num_warps=config.num_warps,
+        **FUSED,
     )  # fmt: skip
 
 
@@ -159,7 +162,7 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=layer.H, HV=layer.HV, K=layer.K, V=layer.V, R=layer.ring.R, CHANNEL=layer.recurrence.channel,
         UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
-        BR=power_of_2(layer.ring.most, 16), num_warps=2,
+        BR=power_of_2(layer.ring.most, 16), num_warps=2, **FUSED,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ its row; so the state is read with, and the ring keeps, what came."""
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.tiles import load_columns, ordered
+from replayssm.backends.triton.tiles import add_product, load_columns, ordered
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def prepare_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, R: tl.constexpr, LIMIT: tl.constexpr,
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, TREE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
-    WIDTH: tl.constexpr, EPS: tl.constexpr, UPCAST: tl.constexpr,
+    WIDTH: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
 
@@ -66,7 +66,8 @@ def prepare_kernel(
         p_g, p_rg = p_g + o_h * s_gh, p_rg + o_h * s_rgh
         b_unit = _by_head(
             p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt,
-            s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, EPS, UPCAST,
+            s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, EPS, PARTS,
+            PRECISION, UPCAST,
         )  # fmt: skip
     for t in range(T):  # the new rows but for d
         i_new = (i_head + n + t) % R
@@ -114,19 +115,20 @@ def _by_head(
     p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt, s_wt,
     s_gt, T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, TREE: tl.constexpr,
-    EPS: tl.constexpr, UPCAST: tl.constexpr,
+    EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Products with keys are shared by the value heads, decays [BG] are not: on tensor cores those of 16 bits; float32
-    would have to go there in three parts, so it takes multiply-adds."""
+    """Products with keys are shared by the value heads, decays [BG] are not. On tensor cores, but for a few of float32,
+    which would have to go there in parts."""
     INPUT: tl.constexpr = p_k.dtype.element_ty if p_k.dtype.element_ty == p_rk.dtype.element_ty else tl.float32
-    WIDE: tl.constexpr = tl.float32 == INPUT
-    C: tl.constexpr = 16 if WIDE else 32
+    W: tl.constexpr = 32 // INPUT.primitive_bitwidth
+    FEW: tl.constexpr = W == 1 and X <= 8  # more of them do not fit into registers
+    C: tl.constexpr = 16 * W
     o_j, o_t, i_row = tl.arange(0, BT), o_x % T, (i_head + o_r) % R
     xs, news, olds = (), (), ()
     for i in tl.static_range(BK // C):
         xs = xs + (load_columns(p_x, o_x < X, i, K, BK, C),)
         olds = olds + (load_columns(p_rk + i_row * K, o_r < n, i, K, BK, C),)
-        if not WIDE:
+        if not FEW:
             news = news + (load_columns(p_k + o_j * s_kt, o_j < T, i, K, BK, C),)
     m_hr, p_next = m_h[:, None] & (o_r < n)[None, :], p_rg[:, None] + ((i_head + o_r + 1) % R)[None, :]
     b_keep = tl.load(p_rw[:, None] + i_row[None, :], mask=m_hr, other=0.0)  # [BG, BR]
@@ -145,7 +147,7 @@ def _by_head(
         b_unit = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(b_squares, 2), 0) + EPS)
         b_factor = tl.where(o_x < T, b_unit * (K**-0.5), b_unit)
     grams, scores = (), ()  # of each new key with all x, [BX]; of each x with all old keys, [BR]
-    if WIDE:
+    if FEW:
         for j in tl.static_range(T):
             grams = grams + (_times_one(xs, p_k + j * s_kt, K, BK, C),)
         for x in tl.static_range(X):
@@ -155,9 +157,9 @@ def _by_head(
         DTYPE: tl.constexpr = tl.float32 if UPCAST else INPUT
         b_gram, b_score = tl.zeros([BT, BX], tl.float32), tl.zeros([BR, BX], tl.float32)
         for i in tl.static_range(BK // C):
-            b_x = tl.trans(ordered(xs[i], 2)).to(DTYPE)
-            b_gram = tl.dot(ordered(news[i], 2).to(DTYPE), b_x, acc=b_gram)
-            b_score = tl.dot(ordered(olds[i], 2).to(DTYPE), b_x, acc=b_score)
+            b_x = ordered(xs[i], W)
+            b_gram = add_product(b_gram, ordered(news[i], W), b_x, INPUT, PARTS, DTYPE, PRECISION)
+            b_score = add_product(b_score, ordered(olds[i], W), b_x, INPUT, PARTS, DTYPE, PRECISION)
         for j in tl.static_range(T):
             grams = grams + (tl.sum(tl.where((o_j == j)[:, None], b_gram, 0.0), 0),)
         for x in tl.static_range(X):
