@@ -3,6 +3,7 @@ is caught here, on a machine without a GPU. Nothing is computed, so nothing is c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def _zeros(x: Tensor) -> Tensor:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
     """``meta``; a layer's step is what its declaration to torch says, and stock does not look at its masks."""
-    monkeypatch.setattr(library, "run", library.traced)
+    monkeypatch.setattr(library, "run", lambda *step: library.traced(*step[:7]))  # of a tree as of a chain
     monkeypatch.setattr(transformers.masking_utils, "_ignore_causal_mask_sdpa", lambda *args, **kwargs: False)
     monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *args: True)
     return "meta"
@@ -54,8 +55,18 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "tolist", lambda x: as_list(_zeros(x) if x.is_meta else x))
 
 
-def attached(name: str) -> Any:
-    return replayssm.attach(build(name).to("meta", torch.bfloat16))
+@pytest.fixture
+def attached() -> Iterator[Callable[[str], Any]]:
+    """Attaches models of a type; detaches them at the end."""
+    models: list[Any] = []
+
+    def attach(name: str) -> Any:
+        models.append(replayssm.attach(build(name).to("meta", torch.bfloat16)))
+        return models[-1]
+
+    yield attach
+    for model in models:
+        replayssm.detach(model)
 
 
 def test_the_core_reads_nothing(recurrence: Recurrence) -> None:
@@ -84,7 +95,7 @@ def test_the_core_reads_nothing(recurrence: Recurrence) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in SELECTING])
-def test_a_static_step_reads_nothing(name: str, device: str) -> None:
+def test_a_static_step_reads_nothing(name: str, device: str, attached: Callable[[str], Any]) -> None:
     model = attached(name)
     cache = StaticReplayCache(model, 64)
     with torch.no_grad():
@@ -95,7 +106,7 @@ def test_a_static_step_reads_nothing(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name not in SELECTING])
 @pytest.mark.usefixtures("device", "readable")
-def test_drafts(name: str) -> None:
+def test_drafts(name: str, attached: Callable[[str], Any]) -> None:
     """Every kind of draft, with memory that moves and with fixed memory: the host asks only where it says so."""
     model, other = attached(name), attached(name)
     kinds: list[dict[str, Any]] = [dict(draft="prompt-lookup"), dict(draft=other, sampling=Sampling(0.8))]

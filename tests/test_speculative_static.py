@@ -136,6 +136,8 @@ def test_captured_on_a_gpu(name: str) -> None:
     for draft in (None, "prompt-lookup", close):
         got = replayssm.generate(model, ids, max_new_tokens=24, eos_token_id=(), draft=draft, static=True)
         assert torch.equal(got.sequences, want.sequences), draft
+    replayssm.detach(model)
+    replayssm.detach(close)
 
 
 def test_a_cache_goes_with_its_call() -> None:
