@@ -28,11 +28,6 @@ PYTEST = [
     "-W",
     "ignore::DeprecationWarning",
 ]
-TYPES = (
-    "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "olmo_hybrid", "lara_mini", "kimi_linear", "glm5_next",
-    "bailing_hybrid", "mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2",
-)  # fmt: skip
-CHAINS_MOVE = ("qwen4_exp", "lara_mini", "glm5_next")  # drafts of these have no fixed memory
 SANITIZED = """
 import torch
 from replayssm import GDN, KDA, MAMBA2, LayerSpec, StatePool, ops
@@ -61,9 +56,12 @@ for recurrence in (MAMBA2, GDN, KDA):
 
 def jobs(steps: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Name, command and environment of each, the longest first."""
-    for name in TYPES:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from tiny_models import BUILDERS, CHAINS_ONLY
+
+    for name in BUILDERS:
         yield f"static {name}", [*PYTEST, "tests/test_hf_static.py", "-k", f"captured and {name}-cuda"], {}
-        if name not in CHAINS_MOVE:
+        if name not in CHAINS_ONLY:
             own = f"captured_on_a_gpu and [{name}]"
             yield f"drafts {name}", [*PYTEST, "tests/test_speculative_static.py", "-k", own], {}
     own = "captured and not (cpu or cuda)"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 import transformers.masking_utils
-from tiny_models import BUILDERS, build
+from tiny_models import BUILDERS, CHAINS_ONLY, build
 from torch import Tensor
 
 import replayssm
@@ -24,7 +24,6 @@ from replayssm.tree import commit_path, extend_tree, verify_tree
 transformers.logging.set_verbosity_error()
 
 SELECTING = ("qwen4_exp", "glm5_next")  # stock's own code for them reads numbers
-BY_COLUMNS = (*SELECTING, "lara_mini")  # neither trees nor fixed memory for drafts
 
 
 def _zeros(x: Tensor) -> Tensor:
@@ -110,7 +109,7 @@ def test_drafts(name: str, attached: Callable[[str], Any]) -> None:
     """Every kind of draft, with memory that moves and with fixed memory: the host asks only where it says so."""
     model, other = attached(name), attached(name)
     kinds: list[dict[str, Any]] = [dict(draft="prompt-lookup"), dict(draft=other, sampling=Sampling(0.8))]
-    if name not in BY_COLUMNS:
+    if name not in CHAINS_ONLY:
         kinds += [kind | dict(static=True) for kind in kinds]
         kinds += [dict(draft="prompt-tree"), dict(draft=DraftModel(other, branches=2))]
     if model.config.get_text_config().model_type in LAYOUTS:

@@ -13,7 +13,7 @@ from fake_graphs import FakeGraph
 from fake_graphs import fake_graphs as fake_graphs
 from test_speculative_generate import GREEDY, NEW, SPARSE, Fixed, Subject, assert_counts, exact, run, small
 from test_speculative_generate import subject as subject
-from tiny_models import BACKEND, BUILDERS, build
+from tiny_models import BACKEND, BUILDERS, CHAINS_ONLY, build
 
 import replayssm
 from replayssm import Sampling
@@ -127,7 +127,7 @@ def test_captured_steps(name: str, fake_graphs: None, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("name", [name for name in BUILDERS if not {name, f"{name}_text"} & {*SPARSE}])
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in CHAINS_ONLY])
 def test_captured_on_a_gpu(name: str) -> None:
     torch.compiler.reset()
     model, close = (replayssm.attach(build(name).cuda()) for _ in range(2))

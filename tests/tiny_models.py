@@ -11,6 +11,8 @@ import transformers as hf
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from replayssm.hf.trees import SPARSE
+
 BACKEND = os.environ.get("REPLAYSSM_TEST_BACKEND", "auto")
 VOCAB = 128
 LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
@@ -174,6 +176,8 @@ BUILDERS = {
         "bailing_hybrid", "mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2",
     )
 }  # fmt: skip
+CHAINS_ONLY = [name for name in BUILDERS if {name, f"{name}_text"} & {*SPARSE}]
+"""Neither trees nor fixed memory for drafts."""
 
 
 def build(name: str, seed: int = 5, **config: Any) -> Any:

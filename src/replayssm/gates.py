@@ -12,19 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+EPS = 1e-6
+"""Of the l2 norm, in all models."""
+
 
 def _wide(x: Tensor) -> Tensor:
     """At least float32; float64 stays."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+def unit(x: Tensor, eps: float = EPS) -> Tensor:
     """``1 / sqrt(sum(x^2) + eps)`` over the last dimension, which is gone."""
     x = _wide(x)
     return torch.rsqrt((x * x).sum(-1) + eps)
 
 
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
     """``x / sqrt(sum(x^2) + eps)`` over the last dimension."""
     return _wide(x) * unit(x, eps)[..., None]
 

@@ -22,11 +22,12 @@ from replayssm.ring import Ring, Scratch
 @torch.library.custom_op("replayssm::verify", mutates_args=("out", "memory", "scratch"))
 def _verify(
     inputs: list[Tensor], out: Tensor, memory: list[Tensor], scratch: list[Tensor], cursors: list[Tensor],
-    geometry: list[int], decay: str, erase: bool, norm: float, folded: bool, backend: str,
+    geometry: list[int], decay: str, flags: list[bool], norm: float, backend: str,
 ) -> None:  # fmt: skip
     """:func:`run` with what a schema can say of its arguments, filled in by :func:`traced`."""
-    (head, count), (R, window, limit, stagger), (ckpt, k, d, w, g) = cursors, geometry, memory
-    ring = Ring(head, count, R, window, limit, bool(stagger), Scratch(scratch))
+    (head, count), (R, window, limit), (ckpt, k, d, w, g) = cursors, geometry, memory
+    stagger, erase, folded = flags
+    ring = Ring(head, count, R, window, limit, stagger, Scratch(scratch))
     layer = LayerState(Recurrence(cast(Decay, decay), erase), ring, ckpt, k, d, w, g, norm or None)
     run("verify", layer, inputs[:-1], inputs[-1], out, folded, backend)
 
@@ -73,6 +74,6 @@ def traced(
     ring, recurrence = layer.ring, layer.recurrence
     torch.ops.replayssm.verify(
         [*inputs, slots], out, list(layer.tensors.values()), ring.scratch.buffers[-1:], [ring.head, ring.count],
-        [ring.R, ring.window, ring.limit, int(ring.stagger)], recurrence.decay, recurrence.erase, layer.norm or 0.0,
-        folded, backend,
+        [ring.R, ring.window, ring.limit], recurrence.decay, [ring.stagger, recurrence.erase, folded],
+        layer.norm or 0.0, backend,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import replayssm
+from replayssm.hf.static import static_arguments
 
 CYCLE = 16  # tokens from fold to fold
 WARM = 8  # steps that are not timed
@@ -149,7 +150,7 @@ def measure(
     cycle = -(-CYCLE // stay)  # steps from fold to fold
     window = -(-CYCLE // cycle) * cycle
     new = WARM + window * cycles + 2
-    static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if how.compiled else {}
+    static = static_arguments(device) if how.compiled else {}
 
     def text(stamps: Stamps) -> Stamps:
         if how.verifies:

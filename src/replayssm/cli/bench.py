@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from replayssm.cli import bench_e2e, bench_speculative
 from replayssm.cli.args import UsageError, check_backend, number
-from replayssm.cli.bench_args import Progress, add_common, check_files, chosen, command, whole_numbers
+from replayssm.cli.bench_args import Progress, add_common, check_files, chosen, command, open_device, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -70,19 +70,15 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Times each kernel of a layer after a check against the float64 oracle; exit code 1 where one is wrong."""
-    import torch
 
     from replayssm.bench.about import about
     from replayssm.bench.gate import WrongKernel
     from replayssm.bench.kernels import Bench
     from replayssm.bench.timing import Clock
     from replayssm.bench.tune import Tuned
-    from replayssm.cli.checkpoint import check_device
 
-    device = torch.device(check_device(args.device or "auto"))
+    device = open_device(args)
     check_backend(args.backend or "auto")
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # where Triton launches
     cases = _cases(args, device)
     _check_files(args, device)
     on_gpu = device.type != "cpu"

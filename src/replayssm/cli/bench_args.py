@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, number
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_common(parser: argparse.ArgumentParser, quick: str, plot: str) -> None:
@@ -56,11 +59,27 @@ def check_files(args: argparse.Namespace) -> None:
             raise UsageError(f"--plot cannot write {args.plot.name!r}; valid suffixes: .{', .'.join(sorted(known))}")
 
 
-def refuse_kernel_options(args: argparse.Namespace, what: str, *names: str) -> None:
-    """Of ``bench WHAT``: the options ``names`` of bench kernels, which stand on the level above, say nothing to it."""
-    for name in names:
+def open_device(args: argparse.Namespace) -> torch.device:
+    """The device that ``--device`` names, made the one where Triton launches."""
+    import torch
+
+    from replayssm.cli.checkpoint import check_device
+
+    device = torch.device(check_device(args.device or "auto"))
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def start(args: argparse.Namespace, what: str, *refused: str) -> torch.device:
+    """Of ``bench WHAT``: refuses options of bench kernels, which stand on the level above and say nothing to it, and
+    files that cannot be written; returns the device."""
+    for name in refused:
         if getattr(args, name):
             raise UsageError(f"--{name.replace('_', '-')} is an option of bench kernels, not of bench {what}")
+    device = open_device(args)
+    check_files(args)
+    return device
 
 
 class Progress:

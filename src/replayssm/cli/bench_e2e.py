@@ -10,15 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, need_transformers, number
-from replayssm.cli.bench_args import (
-    Progress,
-    add_common,
-    check_files,
-    chosen,
-    command,
-    refuse_kernel_options,
-    whole_numbers,
-)
+from replayssm.cli.bench_args import Progress, add_common, chosen, command, start, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -66,19 +58,12 @@ def run(args: argparse.Namespace) -> int:
     """Times transformers' generate on models of real size with random weights (bfloat16 on a GPU): stock eager, stock
     compiled, ours eager, and ours compiled with replay off and on; memory, and where a step's time goes."""
     need_transformers()
-    import torch
-
     from replayssm.bench.about import about
     from replayssm.bench.timing import Clock
-    from replayssm.cli.checkpoint import check_device
 
-    refuse_kernel_options(
+    device = start(
         args, "e2e", "recurrence", "shape", "mode", "draft", "accepted", "rows", "backend", "no_peers", "tune"
     )
-    device = torch.device(check_device(args.device or "auto"))
-    check_files(args)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # where Triton launches
     read = Clock(device).read_bandwidth()
     rows: list[Row] = []
     code = 0

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.args import UsageError, check_backend, need_transformers, number
-from replayssm.cli.bench_args import (
-    Progress,
-    add_common,
-    check_files,
-    chosen,
-    command,
-    refuse_kernel_options,
-    whole_numbers,
-)
+from replayssm.cli.bench_args import Progress, add_common, chosen, command, start, whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -98,17 +90,12 @@ def run(args: argparse.Namespace) -> int:
     from replayssm.bench.gate import WrongKernel
     from replayssm.bench.kernels import Bench
     from replayssm.bench.timing import Clock
-    from replayssm.cli.checkpoint import check_device
 
-    refuse_kernel_options(args, "speculative", "mode", "draft", "rows", "no_peers", "tune")
-    device = torch.device(check_device(args.device or "auto"))
+    device = start(args, "speculative", "mode", "draft", "rows", "no_peers", "tune")
     parts = chosen(args.part, "part", PARTS) or list(PARTS)
     backends = [name.strip() for name in (args.backend or "").split(",") if name.strip()]
     for name in backends:
         check_backend(name)
-    check_files(args)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # where Triton launches
     repeats = (5 if args.quick else 11) if device.type != "cpu" else (3 if args.quick else 5)
     bench = Bench(device, Clock(device, repeats=repeats))
     work: list[tuple[str, str, Iterator[Row], Callable[[Any], str]]] = []

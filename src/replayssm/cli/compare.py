@@ -151,9 +151,10 @@ class Comparison:
         """One text. Where no outputs are asked for it is a timed run, and its text goes nowhere."""
         import torch
 
+        from replayssm.hf.static import static_arguments
+
         model, decode = self.models[side], self.checkpoint.decode if outputs else lambda ids: ""
-        on_gpu = model.device.type == "cuda"  # where generate compiles
-        static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if self.static else {}
+        static = static_arguments(model.device) if self.static else {}
         stream = TextStream(decode, lambda text: self.write(side, text), warm=4 if self.static else 1)
         ids = torch.tensor([self.checkpoint.encode(self.prompt)], device=model.device)
         torch.manual_seed(self.seed)

@@ -38,13 +38,12 @@ def run(args: argparse.Namespace) -> int:
     check_backend(args.backend)
     need_transformers()
 
+    from replayssm.auto import FOLD_EVERY
     from replayssm.cli.checkpoint import check_device, load
     from replayssm.cli.compare import Comparison
     from replayssm.cli.screen import make_screen
 
     device = check_device(args.device)
-    from replayssm.auto import FOLD_EVERY
-
     # Not what is faster for texts as small as these, but what there is to show.
     attaching = {"fold_every": args.fold_every or FOLD_EVERY, "backend": args.backend}
     sampling = {"temperature": args.temperature}

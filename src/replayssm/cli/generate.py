@@ -89,12 +89,13 @@ def _generate(checkpoint: Any, ids: list[int], device: Any, args: argparse.Names
     import torch
 
     from replayssm.cli.stream import TextStream, sampling
+    from replayssm.hf.static import static_arguments
 
     model, compiled = checkpoint.model, _compiles(args, device)
     on_gpu = str(device).startswith("cuda")  # where generate compiles; elsewhere it is the static cache alone
     if compiled and on_gpu:
         print("compiling the step, up to a minute (--compile off: not)", file=sys.stderr)
-    static: dict[str, Any] = dict(cache_implementation="static", disable_compile=not on_gpu) if compiled else {}
+    static = static_arguments(model.device) if compiled else {}
     warm = 4 if compiled else 1  # the steps that compile are no decoding
     stream = TextStream(checkpoint.decode, _write, _counter(args.max_new_tokens), warm)
     prompt, drafted = torch.tensor([ids], device=device), None

@@ -58,8 +58,6 @@ def _spec(handle: Handle, recurrence: Recurrence, k: Tensor, v: Tensor, input_dt
 
 
 DELTA_INPUTS = ("query", "key", "value", "g", "beta")
-EPS = 1e-6
-"""Of the models' l2 norm."""
 
 
 def delta_rule(recurrence: Recurrence) -> Callable[[Handle, Call], tuple[Tensor, Handle]]:
@@ -75,7 +73,7 @@ def delta_rule(recurrence: Recurrence) -> Callable[[Handle, Call], tuple[Tensor,
         wide, normalised = torch.promote_types(q.dtype, torch.float32), call.get("use_qk_l2norm_in_kernel", False)
         spec = _spec(handle, recurrence, k, v, wide)
         if normalised and q.dtype == k.dtype != wide:
-            spec = replace(spec, input_dtype=q.dtype, norm=EPS)
+            spec = replace(spec, input_dtype=q.dtype, norm=gates.EPS)
         state = recurrent.layer(layer, spec)
         n, outputs = step.tokens - step.replayed, []
         if n:

@@ -35,6 +35,11 @@ LENGTH = 64
 """
 
 
+def static_arguments(device: torch.device) -> dict[str, Any]:
+    """Arguments of ``generate``, attached or not, for a static cache; compiled where that is made for, on CUDA."""
+    return {"cache_implementation": "static", "disable_compile": device.type != "cuda"}
+
+
 class StaticState:
     """The pool behind one cache: slot ``b`` is row ``b`` of the batch. To the adapters what
     :class:`replayssm.hf.state.RecurrentState` is.

@@ -12,8 +12,8 @@ class LaunchConfig:
     blocks of V, rows of the batch and heads, fastest first.
     dot: products on tensor cores, else multiply-adds (of one token, decay by head only); registers: what a thread may
     take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. heads: value heads of one key head
-    that a program of the first launch serves at most. BC: the plain kernel's columns a row that go to different
-    threads."""
+    that a program of the first launch serves; all of them where that does not divide them. BC: the plain kernel's
+    columns a row that go to different threads."""
 
     BV: int
     num_warps: int = 1
