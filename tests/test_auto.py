@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from replayssm import GDN, KDA, LayerSpec, Recurrence
+from replayssm import GDN, KDA, LayerSpec, Recurrence, StatePool, auto
 from replayssm.auto import FOLD_EVERY, fold_every
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -15,16 +16,31 @@ def spec(recurrence: Recurrence = GDN, dtype: torch.dtype = torch.float32) -> La
 
 
 def test_small_batches_on_a_gpu_run_the_plain_recurrence() -> None:
-    cases = [(GDN, torch.float32, 4), (GDN, torch.bfloat16, 8), (KDA, torch.float32, 11), (KDA, torch.bfloat16, 23)]
+    cases = [(GDN, torch.bfloat16, 4), (KDA, torch.float32, 8), (KDA, torch.bfloat16, 8)]
     for recurrence, dtype, most in cases:
         assert fold_every(spec(recurrence, dtype), most, CUDA).tokens == 1
         assert fold_every(spec(recurrence, dtype), most + 1, CUDA).tokens == FOLD_EVERY
 
 
-def test_on_a_cpu_replay_never_loses() -> None:
+def test_replay_never_loses_on_a_cpu_nor_with_float32_states() -> None:
     assert fold_every(spec(), 1, CPU).tokens == FOLD_EVERY
+    assert fold_every(spec(), 1, CUDA).tokens == FOLD_EVERY
+
+
+def test_a_pool_is_its_own_plain_pool_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = StatePool(8)
+    assert pool.at(1) is pool
+    pool.add_layer(spec(KDA))
+    assert pool.at(8) is pool, "never on a CPU"
+    monkeypatch.setattr(auto, "fold_every", lambda spec, rows, device: fold_every(spec, rows, CUDA))
+    plain = pool.at(8)
+    assert plain is pool.at(2) is not pool is pool.at(9)
+    assert plain.ring.limit == plain.layers[0].ring.limit == 0
+    assert plain.layers[0].ckpt is pool.layers[0].ckpt and plain.ring.head is pool.ring.head
+    assert "fold every 1: a layer's states take 34 MB; up to 34 MB" in pool.explain(8)
+    assert "fold every 16" in pool.explain(9) and "backend: cpu" in pool.explain(9)
 
 
 def test_the_reason_says_how_large_the_states_are() -> None:
-    assert "take 4 MB; up to 17 MB" in fold_every(spec(), 1, CUDA).reason
+    assert "take 2 MB; up to 9 MB" in fold_every(spec(dtype=torch.bfloat16), 1, CUDA).reason
     assert "take 1074 MB" in fold_every(spec(), 256, CUDA).reason

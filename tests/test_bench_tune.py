@@ -176,7 +176,7 @@ def test_the_plain_kernel_is_the_fastest_that_is_right(monkeypatch: pytest.Monke
     triton = pytest.importorskip("replayssm.backends.triton")
     monkeypatch.setattr(triton, "refuses", lambda layer: None)
     monkeypatch.setattr("replayssm.backends.cpu.refuses", lambda layer: "not here")
-    monkeypatch.setattr(triton, "launch_plain", launch)
+    monkeypatch.setattr(triton, "launch_verify", launch)
     monkeypatch.setattr(triton, "fold", torch_backend.fold)
     monkeypatch.setattr(kernels, "plain_configs", lambda K, V: [Config(1, 0.01), Config(2), Config(1)])
     timed = [Timed(3e-3, 3e9), Timed(1e-3, 3e9)]

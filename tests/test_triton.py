@@ -25,25 +25,78 @@ from replayssm.backends.triton import prepare
 CHECK = """
 import json, sys, torch
 from replayssm.recurrence import Recurrence
+from replayssm.backends import triton
+from replayssm.backends.triton.config import launch_config
 from replayssm.testing import check_backend
-decay, erase, dtype, T = sys.argv[1:]
+decay, erase, dtype, T, launches = sys.argv[1:]
+seen = set()
+def config(**case):
+    made = launch_config(**case | {"rows": 1 if launches == "1" else 1 << 20})
+    seen.add(made.launches)
+    return made
+triton.launch_config = config
 recurrence = Recurrence(decay, erase == "True")
 row = check_backend("triton", recurrence, dtype=getattr(torch, dtype), T=int(T), steps=8)
-print(json.dumps(vars(row)))
+print(json.dumps(vars(row) | {"launches": list(seen)}))
 """
 
 
-# One token on float32 states with a decay by head takes multiply-adds, all else products on tensor cores.
-@pytest.mark.parametrize(("dtype", "T"), [("float32", 1), ("bfloat16", 1), ("float32", 3), ("bfloat16", 2)])
+# One token on float32 states with a decay by head takes multiply-adds, all else products on tensor cores; one token
+# with a decay by head takes one launch where states are few.
+@pytest.mark.parametrize(
+    ("dtype", "T", "launches"),
+    [
+        ("float32", 1, 2),
+        ("bfloat16", 1, 2),
+        ("float32", 3, 2),
+        ("bfloat16", 2, 2),
+        ("float32", 1, 1),
+        ("bfloat16", 1, 1),
+    ],
+)
 @pytest.mark.parametrize("erase", [False, True], ids=["write", "erase"])
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_against_the_oracle(decay: str, erase: bool, dtype: str, T: int) -> None:
-    command = [sys.executable, "-c", CHECK, decay, str(erase), dtype, str(T)]
+def test_against_the_oracle(decay: str, erase: bool, dtype: str, T: int, launches: int) -> None:
+    if decay == "channel" and launches == 1:
+        pytest.skip("takes two launches always, unless every step folds")
+    command = [sys.executable, "-c", CHECK, decay, str(erase), dtype, str(T), str(launches)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
     assert row["skipped"] is None
     assert row["ok"], row
+    assert row["launches"] == [launches]
+
+
+PLAIN = """
+import torch
+from replayssm import GDN, KDA, MAMBA2, LayerSpec, StatePool, ops
+from replayssm.testing import Oracle, make_inputs
+
+torch.set_num_threads(1)
+rng = torch.Generator().manual_seed(0)
+for recurrence in (MAMBA2, GDN, KDA):
+    for dtype in (torch.float32, torch.bfloat16):
+        spec = LayerSpec(recurrence, 1, 2, 20, 24, dtype, dtype)
+        pool, oracle, slots = StatePool(3, fold_every=1, window=3), Oracle(spec, 3), torch.tensor([2, 0]).int()
+        layer = pool.add_layer(spec)
+        pool.alloc(3)
+        for T in (1, 3, 1, 1, 3, 1, 1):  # a step of one token finds up to three committed rows
+            x = make_inputs(recurrence, 2, T, 1, 2, 20, 24, dtype, rng)
+            oracle.verify(x, slots, ops.verify(layer, *x, slots=slots, backend="triton"))
+            accepted = torch.tensor([T, T - 1])
+            pool.commit(slots, accepted)
+            oracle.commit(accepted)
+        ops.fold(pool.layers, slots, backend="triton")
+        oracle.fold(layer, slots)
+        oracle.check(f"{recurrence.name} {dtype}")
+"""
+
+
+def test_the_plain_recurrence_absorbs_any_number_of_rows() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", PLAIN], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 TREES = """
@@ -215,13 +268,17 @@ def test_a_configuration_is_a_pure_function_that_fits_the_layer() -> None:
         for channel in (False, True):
             for K, V in [(16, 16), (128, 64), (128, 80), (96, 192), (256, 256)]:
                 for T in (1, 2, 16):
-                    case = dict(channel=channel, state_bits=state_bits, K=K, V=V, T=T)
+                    case = dict(channel=channel, erase=True, state_bits=state_bits, K=K, V=V, T=T)
                     config = launch_config(**case)
                     assert max(16, 2 * V) > config.BV >= 16, "tensor cores take 16 rows at a time"
                     assert config.dot == (state_bits == 16 or T > 1 or channel)
                     assert sorted(config.order) == ["b", "h", "v"]
                     assert candidates(**case)[0] == config
                     assert len(set(candidates(**case))) == len(candidates(**case)) > 2
+                    one = launch_config(**case, rows=1)
+                    assert one.launches == (1 if T == 1 and not channel else 2)
+                    assert one.launches == 2 or one.BV * K * state_bits <= 64 * 32 * 4 * 32, "states fit into registers"
+                    assert launch_config(**case, rows=1, ring=17).launches == 2
 
 
 def test_a_configuration_that_miscompiles_is_refused() -> None:

@@ -4,21 +4,35 @@ In CI a short one. ``WALK_STEPS=10000 pytest tests/test_walk.py -k cuda`` is the
 
 from __future__ import annotations
 
+import itertools
 import os
+from typing import Any
 
 import pytest
 import torch
 from harness import Where
 
-from replayssm import LayerSpec, Recurrence, ops
-from replayssm.backends import load
+from replayssm import LayerSpec, Recurrence, auto, ops
+from replayssm.auto import FoldEvery
+from replayssm.backends import load, triton
+from replayssm.backends.triton.config import LaunchConfig, launch_config
 from replayssm.testing import Inputs, Oracle, assert_untouched, make_inputs, make_pool, snapshot
 
 N, WINDOW, FOLD_EVERY = 7, 4, 6
 STEPS = int(os.environ.get("WALK_STEPS", "60"))
 
 
-def test_a_random_walk_follows_the_oracle(where: Where, recurrence: Recurrence) -> None:
+def test_a_random_walk_follows_the_oracle(
+    where: Where, recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = itertools.count()  # of Triton's steps of one token every other in one launch
+
+    def in_turn(**case: Any) -> LaunchConfig:
+        return launch_config(**case | {"rows": next(turns) % 2 << 20})
+
+    monkeypatch.setattr(triton, "launch_config", in_turn)
+    few = FoldEvery(1, "so few rows fold every step")
+    monkeypatch.setattr(auto, "fold_every", lambda spec, rows, device: few if rows <= 3 else FoldEvery(99, ""))
     rng = torch.Generator().manual_seed(STEPS)
     spec = LayerSpec(recurrence, H=2, HV=4, K=32, V=16)
     fold_every = 1 if where.backend == "sequential" else FOLD_EVERY
@@ -48,9 +62,10 @@ def test_a_random_walk_follows_the_oracle(where: Where, recurrence: Recurrence) 
             T = int(torch.randint(1, window + 1, (1,), generator=rng))
             inputs = make_inputs(recurrence, slots.numel(), T, spec.H, spec.HV, spec.K, spec.V, torch.float32, rng)
             given = Inputs(*(x.to(where.device) for x in inputs))
-            oracle.verify(inputs, slots, ops.verify(layer, *given, slots=there, backend=where.backend))
+            at = pool.at(slots.numel())
+            oracle.verify(inputs, slots, ops.verify(at.layers[0], *given, slots=there, backend=where.backend))
             accepted = torch.randint(T + 1, (slots.numel(),), generator=rng)
-            ops.commit(pool.ring, there, accepted.to(where.device))
+            at.commit(there, accepted.to(where.device))
             oracle.commit(accepted)
         elif kind == 6:  # a fold of a prefix
             n = (torch.rand(slots.numel(), generator=rng) * (pool.ring.at(there)[1].cpu() + 1)).int()

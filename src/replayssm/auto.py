@@ -22,11 +22,12 @@ class FoldEvery:
 def fold_every(spec: LayerSpec, rows: int, device: torch.device) -> FoldEvery:
     """For steps of one token of ``rows`` sequences that are never rolled back.
 
-    On a GPU replay takes two launches and the plain recurrence one, so that it is the faster while a layer's states
-    take few bytes: up to 17 MB, or 50 MB with a decay by channel (H200, benchmarks/results/h200-kernels.json: at 17 MB
-    replay has 0.88 to 1.16 of its speed, at 34 MB 1.17 to 1.42; by channel 0.98 at 34 MB, 1.22 at 67 MB)."""
-    states = rows * spec.HV * spec.V * spec.K * spec.state_dtype.itemsize / 1e6
-    least = 50 if spec.recurrence.channel else 17
+    On a GPU the plain recurrence is one launch of few instructions, and while a layer's states take few bytes that is
+    what counts: up to 9 MB of 16 bits, or with a decay by channel 34 MB, 17 of 16 bits; replay of float32 states with a
+    decay by head is never slower (H200, benchmarks/results/h200-kernels.json)."""
+    bits = spec.state_dtype.itemsize * 8
+    states = rows * spec.HV * spec.V * spec.K * bits / 8e6
+    least = {(False, 32): 0, (False, 16): 9, (True, 32): 34, (True, 16): 17}.get((spec.recurrence.channel, bits), 0)
     if device.type == "cuda" and states <= least:
         return FoldEvery(
             1, f"a layer's states take {states:.0f} MB; up to {least} MB the plain recurrence is faster on a GPU"

@@ -54,6 +54,18 @@ class LayerSpec:
         """Of everything that must not be rounded: float32, or float64 where inputs or state are."""
         return torch.float64 if torch.float64 in (self.state_dtype, self.input_dtype) else torch.float32
 
+    @property
+    def d_dtype(self) -> torch.dtype:
+        """Of ring rows ``d``."""
+        narrow = self.state_dtype.itemsize == 2 and self.wide_dtype == torch.float32
+        return self.input_dtype if not self.recurrence.erase else self.state_dtype if narrow else self.wide_dtype
+
+    @property
+    def g_dtype(self) -> torch.dtype:
+        """Of ring rows ``g``."""
+        narrow = self.state_dtype.itemsize == 2 and self.wide_dtype == torch.float32 and self.recurrence.channel
+        return self.state_dtype if narrow else self.wide_dtype
+
     def build(self, ring: Ring) -> LayerState:
         """Allocates the layer's memory for all slots of ``ring``: a zero checkpoint and empty rings."""
         N, R, device, wide = ring.N, ring.R, ring.head.device, self.wide_dtype
@@ -67,9 +79,9 @@ class LayerSpec:
             ring=ring,
             ckpt=zeros(N, self.HV, self.V, self.K, dtype=self.state_dtype),
             k=zeros(N, self.H, R, self.K, dtype=self.input_dtype),
-            d=zeros(N, self.HV, R, self.V, dtype=wide if self.recurrence.erase else self.input_dtype),
+            d=zeros(N, self.HV, R, self.V, dtype=self.d_dtype),
             w=zeros(N, self.HV, R, dtype=wide),
-            g=zeros(*gate, dtype=wide),
+            g=zeros(*gate, dtype=self.g_dtype),
             norm=self.norm,
         )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm import ops
-from replayssm.backends import names
+from replayssm import auto, ops
+from replayssm.backends import explain, load, names
 from replayssm.conv import ConvWindow, columns
 from replayssm.layer import LayerSpec, LayerState
 from replayssm.ring import Ring, copy_slots, put_slots
@@ -49,9 +51,13 @@ class StatePool:
         self.layers: list[LayerState] = []
         self.convs: list[ConvWindow] = []
         self._free = list(range(N - 1, -1, -1))
+        self._specs: list[LayerSpec] = []
+        self._plain: StatePool | None = None
 
     def add_layer(self, spec: LayerSpec) -> LayerState:
         """Allocates one recurrent layer's memory for all slots."""
+        self._specs.append(spec)
+        self._plain = None
         self.layers.append(spec.build(self.ring))
         return self.layers[-1]
 
@@ -59,6 +65,37 @@ class StatePool:
         """Allocates one convolution window for all slots."""
         self.convs.append(ConvWindow.build(self.ring, channels, width, dtype))
         return self.convs[-1]
+
+    def at(self, rows: int) -> StatePool:
+        """The pool for a step of ``rows`` sequences, by what is faster: itself, or the same memory and cursors folding
+        every step, the plain recurrence (on a GPU, while states are few). Its ``layers`` are to be verified and its
+        ``commit`` called; steps of either kind may follow each other. :meth:`explain` says why."""
+        device = self.ring.head.device
+        if (
+            self.ring.limit == 0
+            or not self._specs
+            or any(auto.fold_every(spec, rows, device).tokens > 1 for spec in self._specs)
+        ):
+            return self
+        if self._plain is None:
+            plain = copy.copy(self)
+            plain.ring = dataclasses.replace(self.ring, limit=0)
+            plain.layers = [dataclasses.replace(layer, ring=plain.ring) for layer in self.layers]
+            self._plain = plain
+        return self._plain
+
+    def explain(self, rows: int, T: int = 1) -> str:
+        """What :meth:`at` and ``backend="auto"`` take for a step of ``rows`` sequences and ``T`` tokens, and why: lines
+        for each kind of layer."""
+        lines: list[str] = []
+        pool, device = self.at(rows), self.ring.head.device
+        for spec, layer in dict(zip(self._specs, pool.layers, strict=True)).items():
+            chosen = explain(layer, self.backend)
+            describe = getattr(load(chosen.name), "describe", None)
+            lines += [f"{spec.recurrence.name} [{layer.HV}, {layer.V}, {layer.K}] {layer.ckpt.dtype}", str(chosen)]
+            lines += [f"  {describe(layer, rows, T)}"] if describe is not None else []
+            lines.append(f"fold every {pool.ring.limit + 1}: {auto.fold_every(spec, rows, device).reason}")
+        return "\n".join(lines)
 
     @property
     def N(self) -> int:

@@ -96,7 +96,7 @@ class Ring:
 
     def due(self, count: Tensor, head: Tensor | int) -> Tensor:
         """The fold predicate, for kernels' callers, commit and the reference; cursors as :meth:`at` gives them."""
-        return count > self.limit - head // self.R
+        return (count > self.limit - head // self.R) & (count > 0)
 
     def at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """``(head, count)`` of ``slots [B]``, int64; zero for padding rows (``slots < 0``)."""

@@ -1,7 +1,8 @@
 """Which code runs a step. Every choice can be asked for by name, and :func:`explain` says why.
 
-A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``, and with ``verify_tree`` where it
-can do that; optional packages are imported only when it is asked.
+A backend is a module with ``verify``, ``fold`` and ``refuses(layer) -> str | None``, with ``verify_tree`` where it can
+do that, and with ``normalises(layer) -> bool`` where it may have code for a layer's norm. Optional packages are
+imported only when it is asked.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def take_norm(
 
         d = v - r S k',  S += w d (r k')^T   is   d = r d',  d' = v / r - S k',  S += (w r^2) d' k'^T
     """
-    if layer.norm is None or hasattr(backend, "NORMALISES"):
+    normalises = getattr(backend, "normalises", None)
+    if layer.norm is None or (normalises is not None and normalises(layer)):
         return q, k, v, w
     r = unit(k, layer.norm).to(layer.w.dtype).repeat_interleave(layer.HV // layer.H, 2)
     return l2norm(q, layer.norm) * layer.K**-0.5, k, v / r[..., None], w * r * r

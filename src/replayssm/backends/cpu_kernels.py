@@ -301,7 +301,7 @@ def _run(a, b, h, v0, s):
         return
     n = vec.int64(a.rows + 8 * b) if a.rows else vec.int32(a.count + 4 * slot)
     head = vec.int32(a.head + 4 * slot)
-    due = n > 0 if a.rows else n > a.limit - head // a.R
+    due = n > 0 if a.rows else n > max(a.limit - head // a.R, 0)
     _step(a, _Task(b, h, h // (a.HV // a.H), v0, V, slot, head % a.R, n, due), s)
 
 

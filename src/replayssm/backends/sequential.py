@@ -22,6 +22,11 @@ def refuses(layer: LayerState) -> str | None:
     return None
 
 
+def normalises(layer: LayerState) -> bool:
+    """As the kernels that serve the layer."""
+    return _kernels(layer) is triton
+
+
 def verify(
     layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
 ) -> None:

@@ -205,7 +205,7 @@ def _verify(model: Any, ids: torch.Tensor, T: int, stay: int, steps: int, stamps
 
 
 PARTS = (
-    ("state", ("prepare_kernel", "read_kernel", "plain_kernel", "fold_kernel")),
+    ("state", ("prepare_kernel", "read_kernel", "step_kernel", "fold_kernel")),
     ("attention", ("sdpa", "flash", "fmha", "attention")),
     ("weights", ("nvjet", "gemm", "gemv", "cutlass", "cublas", "splitk", "_mm_", "_addmm_", "_bmm_")),
 )

@@ -94,7 +94,7 @@ class Bench:
         row = Row.of(case, name, timed, moved_bytes(case, layers.pools[0]), self.plain(case), len(layers.pools))
         if name != "triton" or case.mode == "fold":
             return row
-        config = importlib.import_module("replayssm.backends.triton").config(layers.pools[0], case.T)
+        config = importlib.import_module("replayssm.backends.triton").config(layers.pools[0], case.batch, case.T)
         return dataclasses.replace(row, config=dataclasses.asdict(config))
 
     def backend(self, case: Case, backend: str = "auto") -> str:
@@ -123,7 +123,7 @@ class Bench:
         if small not in self._right:
             right, wrong = [], None
             for config in plain_configs(K=case.shape.K, V=case.shape.V):
-                verify: Verify = partial(triton.launch_plain, config=config)
+                verify: Verify = partial(triton.launch_verify, config=config)
                 try:
                     check_case(small, verify, triton.fold, self.device, f"the plain kernel with {config}")
                     right.append(config)
@@ -132,7 +132,7 @@ class Bench:
             if not right and wrong is not None:
                 raise wrong
             self._right[small] = right
-        yield from (partial(triton.launch_plain, config=config) for config in self._right[small])
+        yield from (partial(triton.launch_verify, config=config) for config in self._right[small])
 
 
 class Rotation:

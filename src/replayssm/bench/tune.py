@@ -85,4 +85,7 @@ def candidates(case: Case) -> Sequence[Any]:
     """What Triton's configuration file holds worth a try."""
     table = importlib.import_module("replayssm.backends.triton.config")
     recurrence, bits = case.shape.recurrence, case.dtype.itemsize * 8
-    return table.candidates(channel=recurrence.channel, state_bits=bits, K=case.shape.K, V=case.shape.V, T=case.T)
+    return table.candidates(
+        channel=recurrence.channel, erase=recurrence.erase, state_bits=bits, K=case.shape.K, V=case.shape.V, T=case.T,
+        rows=case.batch * case.shape.HV, ring=case.R - case.T,
+    )  # fmt: skip

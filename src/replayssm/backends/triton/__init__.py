@@ -1,4 +1,6 @@
-"""GPU backend: two launches a step, prepare.py and kernel.py. Under Triton's interpreter on CPU tensors too (tests)."""
+"""GPU backend: two launches a step, prepare.py and kernel.py, or one, single.py.
+
+Under Triton's interpreter on CPU tensors too (tests)."""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.backends.triton.config import LaunchConfig, launch_config, plain_config, power_of_2
+from replayssm.backends.triton.config import LaunchConfig, launch_config, power_of_2
 from replayssm.layer import LayerState
 
 FUSED: dict[str, Any] = dict(enable_fp_fusion=True)  # of multiply and add, which Triton 3.10 has to be asked for
-NORMALISES = True  # takes q and k of layers with a norm as they come
+
+
+def normalises(layer: LayerState) -> bool:
+    """Takes q and k of layers with a norm as they come."""
+    return True
 
 
 def refuses(layer: LayerState) -> str | None:
@@ -34,11 +40,7 @@ def verify(
     layer: LayerState, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor, slots: Tensor, out: Tensor
 ) -> None:
     """See :func:`replayssm.ops.verify`."""
-    ring = layer.ring
-    if v.shape[1] == 1 and ring.limit == 0 and ring.window == 1:
-        launch_plain(layer, q, k, v, w, g, slots, out, plain_config(K=layer.K, V=layer.V))
-    else:
-        launch_verify(layer, q, k, v, w, g, slots, out, config(layer, v.shape[1]))
+    launch_verify(layer, q, k, v, w, g, slots, out, config(layer, *v.shape[:2]))
 
 
 def verify_tree(
@@ -46,19 +48,31 @@ def verify_tree(
     parents: Tensor,
 ) -> None:  # fmt: skip
     """See :func:`replayssm.tree.verify_tree`."""
-    launch_verify(layer, q, k, v, w, g, slots, out, config(layer, v.shape[1]), parents)
+    launch_verify(layer, q, k, v, w, g, slots, out, config(layer, *v.shape[:2]), parents)
 
 
-def config(layer: LayerState, T: int) -> LaunchConfig:
-    """The launch configuration that :func:`verify` takes for ``T`` new tokens."""
+def config(layer: LayerState, B: int, T: int) -> LaunchConfig:
+    """The launch configuration that :func:`verify` takes for ``T`` new tokens of ``B`` sequences."""
     recurrence = layer.recurrence
     return launch_config(
         channel=recurrence.channel,
+        erase=recurrence.erase,
         state_bits=layer.ckpt.element_size() * 8,
         K=layer.K,
         V=layer.V,
         T=T,
+        rows=B * layer.HV,
+        ring=layer.ring.most,
+        folds=layer.ring.limit == 0,
     )
+
+
+def describe(layer: LayerState, B: int, T: int) -> str:
+    """In how many launches :func:`verify` does it, and why."""
+    states = B * layer.HV * layer.V * layer.K * layer.ckpt.element_size() / 1e6
+    if config(layer, B, T).launches == 2:
+        return f"two launches: one of {T} tokens and {states:.0f} MB of states would not be faster"
+    return "one launch: " + ("every step folds" if layer.ring.limit == 0 else f"the states take {states:.0f} MB only")
 
 
 def launch_verify(
@@ -74,6 +88,8 @@ def launch_verify(
     parents: Tensor | None = None,
 ) -> None:
     """:func:`verify`, or of a tree, with an explicit configuration (tuning and tests)."""
+    if config.launches == 1:
+        return launch_single(layer, q, k, v, w, g, slots, out, config)
     from replayssm.backends.triton.kernel import read_kernel
     from replayssm.backends.triton.prepare import prepare_kernel
 
@@ -124,7 +140,7 @@ def launch_verify(
     )  # fmt: skip
 
 
-def launch_plain(
+def launch_single(
     layer: LayerState,
     q: Tensor,
     k: Tensor,
@@ -135,20 +151,26 @@ def launch_plain(
     out: Tensor,
     config: LaunchConfig,
 ) -> None:
-    """One token on a pool that folds every step, with an explicit configuration (BV, BC and num_warps are used)."""
-    from replayssm.backends.triton.plain import plain_kernel
+    """One token in one launch (BV, BC and num_warps of ``config`` are used): of a pool that folds every step the plain
+    recurrence, else replay with a decay by head."""
+    from replayssm.backends.triton.single import step_kernel
 
-    B, H, HV, K, V = v.shape[0], layer.H, layer.HV, layer.K, layer.V
+    B, H, HV, K, V, folds = v.shape[0], layer.H, layer.HV, layer.K, layer.V, layer.ring.limit == 0
+    if v.shape[1] != 1 or not (folds or (not layer.recurrence.channel and config.BV >= 16)):
+        raise ValueError(
+            "launch_single: one launch serves one token, of a pool that folds every step or with a decay by head and "
+            f"BV >= 16; got T={v.shape[1]}, limit={layer.ring.limit}, {layer.recurrence.name}, BV={config.BV}"
+        )
     q, k, v, out, w, g = (x[:, 0] for x in (_dense(q), _dense(k), _dense(v), out, w, g))
     g = _dense(g) if layer.recurrence.channel else g
     BK = power_of_2(K, 16)
-    plain_kernel[(B * HV * -(-V // config.BV),)](
+    step_kernel[(B * HV * -(-V // config.BV),)](
         q, k, v, w, g, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count,
         *(s for x in (q, k, v, w, g, out) for s in x.stride()[:2]),
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
-        H=H, HV=HV, K=K, V=V, R=layer.ring.R, CHANNEL=layer.recurrence.channel, ERASE=layer.recurrence.erase,
-        EPS=layer.norm or 0.0, BK=BK, BC=min(config.BC, BK), BV=config.BV, num_warps=config.num_warps,
-        **FUSED,
+        H=H, HV=HV, K=K, V=V, R=layer.ring.R, LIMIT=layer.ring.limit, CHANNEL=layer.recurrence.channel,
+        ERASE=layer.recurrence.erase, FOLDS=folds, EPS=layer.norm or 0.0, BK=BK, BC=min(config.BC, BK), BV=config.BV,
+        BR=power_of_2(layer.ring.most, 16), UPCAST=layer.ckpt.device.type == "cpu", num_warps=config.num_warps, **FUSED,
     )  # fmt: skip
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+# Bytes of states up to which a replay step in one launch is faster than in two, by erase and the bits of a number.
+ONE_LAUNCH = {(False, 32): 135e6, (False, 16): 17e6, (True, 32): 34e6, (True, 16): 6e6}
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -12,8 +15,9 @@ class LaunchConfig:
     blocks of V, rows of the batch and heads, fastest first.
     dot: products on tensor cores, else multiply-adds (of one token, decay by head only); registers: what a thread may
     take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. heads: value heads of one key head
-    that a program of the first launch serves; all of them where that does not divide them. BC: the plain kernel's
-    columns a row that go to different threads."""
+    that a program of the first launch serves; all of them where that does not divide them. launches: of a step, two
+    (prepare.py, kernel.py) or one (single.py: one token; with a decay by channel only where every step folds), whose
+    columns a row that go to different threads are BC."""
 
     BV: int
     num_warps: int = 1
@@ -22,6 +26,7 @@ class LaunchConfig:
     order: str = "vhb"
     registers: int | None = None
     heads: int = 16
+    launches: int = 2
 
     def __post_init__(self) -> None:
         # Tensor-core products of fewer than 16 rows a warp miscompile (Triton 3.6, sm_90, 8 warps on 64 rows).
@@ -37,21 +42,44 @@ def power_of_2(n: int, least: int = 1) -> int:
 
 
 @functools.cache
-def launch_config(*, channel: bool, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
-    """The configuration of one step, the fastest of sweeps on an H200 at B = 256, K = 128 (docs/log.md)."""
+def launch_config(
+    *,
+    channel: bool,
+    erase: bool,
+    state_bits: int,
+    K: int,
+    V: int,
+    T: int,
+    rows: int = 1 << 20,
+    ring: int = 16,
+    folds: bool = False,
+) -> LaunchConfig:
+    """The configuration of one step, the fastest of sweeps on an H200, K = 128 (docs/log.md).
+
+    rows: states that the step works on, B * HV; ring: committed rows that it may find; folds: at every step."""
+    if T == 1 and folds:
+        return plain_config(K=K, V=V)
+    few = rows * K * V * state_bits / 8 <= ONE_LAUNCH[erase, state_bits]
+    if T == 1 and not channel and ring <= 16 and few:
+        return LaunchConfig(min(32 if power_of_2(K) <= 128 else 16, power_of_2(V, 16)), 2, dot=False, launches=1)
     if state_bits == 32 and T == 1 and not channel:
         return LaunchConfig(16, num_warps=1 if power_of_2(K) <= 128 else 2, dot=False, order="vbh")
     return _fit(16 if state_bits == 32 and (channel or T == 1) else 32, state_bits=state_bits, K=K, V=V, T=T)
 
 
-def candidates(*, channel: bool, state_bits: int, K: int, V: int, T: int) -> list[LaunchConfig]:
+def candidates(
+    *, channel: bool, erase: bool, state_bits: int, K: int, V: int, T: int, rows: int = 1 << 20, ring: int = 16
+) -> list[LaunchConfig]:
     """What is worth a try for a step, the shipped configuration first."""
-    first = launch_config(channel=channel, state_bits=state_bits, K=K, V=V, T=T)
+    case = dict(channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
+    shipped, first = launch_config(**case, rows=rows, ring=ring), launch_config(**case)
     configs = [_fit(BV, state_bits=state_bits, K=K, V=V, T=T) for BV in (16, 32, 64)]
     configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vbh", "bvh")]
     configs += [replace(first, registers=registers) for registers in ((None, 96) if first.dot else ())]
     configs += [replace(first, heads=heads) for heads in (() if channel else (8, 4))]
-    return [first] + [config for i, config in enumerate(configs) if config not in [first, *configs[:i]]]
+    if T == 1 and not channel:
+        configs += [config for config in plain_candidates(K=K, V=V) if config.BC == 32 and config.BV >= 16]
+    return list(dict.fromkeys([shipped, first, *configs]))
 
 
 def _fit(BV: int, *, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
@@ -65,14 +93,14 @@ def _fit(BV: int, *, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
 def plain_config(*, K: int, V: int) -> LaunchConfig:
     """The configuration of the plain recurrence."""
     BV = 16 if power_of_2(K) <= 128 else 8
-    return LaunchConfig(min(BV, power_of_2(V, 8)), dot=False)
+    return LaunchConfig(min(BV, power_of_2(V, 8)), dot=False, launches=1)
 
 
 def plain_candidates(*, K: int, V: int) -> list[LaunchConfig]:
     """What is worth a try for the plain recurrence, so that the baseline is as tuned as what is held against it."""
     sizes = [(8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4)]
     return [
-        LaunchConfig(BV, num_warps, BC, dot=False)
+        LaunchConfig(BV, num_warps, BC, dot=False, launches=1)
         for BV, num_warps in sizes
         if power_of_2(V, 8) >= BV
         for BC in (32, 16)

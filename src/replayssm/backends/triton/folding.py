@@ -14,12 +14,11 @@ def absorb(
 ):  # fmt: skip
     """State rows ``[i_v BV, (i_v + 1) BV)`` of one value head absorb the first ``n > 0`` ring rows, BF at a time.
 
-    On tensor cores, with ``d w`` and decayed keys in parts of 16 bits: three, all of a float32, where the state is of
+    On tensor cores, with ``d w`` and decayed keys in parts of bfloat16: three, all of a float32, where the state is of
     float32, otherwise two. A step has the state in registers, but holding it back would cost them to every program
     while few fold; here it comes from L2. UPCAST: for Triton's interpreter, which cannot multiply bf16."""
     PARTS: tl.constexpr = 1 if UPCAST else 3 if p_S.dtype.element_ty == tl.float32 else 2
-    NARROW: tl.constexpr = tl.float16 if p_S.dtype.element_ty == tl.float16 else tl.bfloat16
-    DTYPE: tl.constexpr = tl.float32 if UPCAST else NARROW
+    DTYPE: tl.constexpr = tl.float32 if UPCAST else tl.bfloat16
     BP: tl.constexpr = min(BK, 32 if CHANNEL and PARTS == 3 else 64)  # columns at a time: more takes too many registers
     o_r = tl.arange(0, BR)
     i_row = (i_head + o_r) % R
@@ -40,7 +39,7 @@ def absorb(
             b_later = tl.where(o_r[None, :] > o_r[:, None], 1.0, 0.0).to(DTYPE)
             b_after = dot((b_later,), parts(b_g, PARTS, DTYPE), tl.zeros([BR, BP], tl.float32), PARTS, "ieee")
             b_k = b_k.to(tl.float32) * tl.exp(tl.minimum(b_after, 0.0))
-            b_S_decay = tl.exp(tl.sum(b_g, 0))[None, :]
+            b_S_decay = tl.exp(tl.sum(b_g.to(tl.float32), 0))[None, :]
         keys = parts(b_k, PARTS, DTYPE)
         for i_f in range(0, BV, BF):
             o_v = i_v * BV + i_f + tl.arange(0, BF)
@@ -63,7 +62,7 @@ def absorb_prepared(
     as there, so only keys pass from thread to thread."""
     STATE: tl.constexpr = p_S.dtype.element_ty
     PARTS: tl.constexpr = 1 if UPCAST else 3 if tl.float32 == STATE else 2
-    DTYPE: tl.constexpr = tl.float32 if UPCAST else tl.float16 if tl.float16 == STATE else tl.bfloat16
+    DTYPE: tl.constexpr = tl.float32 if UPCAST else tl.bfloat16
     SOME: tl.constexpr = max(BK // BC // 2, 1)
     o_l = tl.arange(0, 16)
     o_p = o_l // 2 % 4 * 4 + o_l // 8 * 2 + o_l % 2  # the row that products count as number o_l

@@ -38,7 +38,7 @@ def prepare_kernel(
             tl.store(p_meta, -1)
         return
     n, i_phased = tl.load(count + i_slot), tl.load(head + i_slot)
-    i_head, due = i_phased % R, (n > LIMIT - i_phased // R).to(tl.int32)
+    i_head, due = i_phased % R, (n > tl.maximum(LIMIT - i_phased // R, 0)).to(tl.int32)
     if i_h == 0:
         tl.store(p_meta, i_slot.to(tl.int32))
         tl.store(p_meta + 1, i_head)

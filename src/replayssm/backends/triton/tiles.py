@@ -35,11 +35,11 @@ def unordered(b, W: tl.constexpr):
 @triton.jit
 def parts(b, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     """``b`` as a sum of PARTS blocks of DTYPE, of float32 as tensor cores take it (the upper 19 bits); itself alone
-    where it is narrow."""
-    if b.dtype.primitive_bitwidth <= 16 or PARTS == 1:
+    where that holds it."""
+    if PARTS == 1 or b.dtype == DTYPE or (b.dtype.primitive_bitwidth <= 16 and tl.float32 == DTYPE):
         return (b.to(DTYPE),)
     else:
-        out = ()
+        b, out = b.to(tl.float32), ()
         for _ in tl.static_range(PARTS - 1):
             if tl.float32 == DTYPE:
                 b_part = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
@@ -68,3 +68,17 @@ def add_product(b_y, a, b, STATE: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.c
         return b_y + dot(aa, bb, tl.zeros_like(b_y), PARTS, PRECISION)
     else:
         return dot(parts(a, 1, DTYPE), parts(tl.trans(b), 2, DTYPE), b_y, 2, PRECISION)
+
+
+@triton.jit
+def exp(x):
+    """``e^x`` of ``x <= 0`` to within a rounding, for decays that a state takes at every token: a GPU's own exponential
+    is off by a few, and always in the same direction."""
+    m_some = x > -87.0
+    x = tl.where(m_some, x, 0.0)
+    i = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - i * 0.693145751953125) - i * 1.428606765330187e-06  # ln 2 in two parts
+    y = 1.0 / 720 + r * (1.0 / 5040)
+    y = 1.0 / 24 + r * (1.0 / 120 + r * y)
+    y = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6 + r * y)))
+    return tl.where(m_some, y * ((i.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True), 0.0)
