@@ -16,15 +16,14 @@ def spec(recurrence: Recurrence = GDN, dtype: torch.dtype = torch.float32) -> La
 
 
 def test_small_batches_on_a_gpu_run_the_plain_recurrence() -> None:
-    cases = [(GDN, torch.bfloat16, 4), (KDA, torch.float32, 8), (KDA, torch.bfloat16, 8)]
+    cases = [(GDN, torch.float32, 1), (GDN, torch.bfloat16, 4), (KDA, torch.float32, 8), (KDA, torch.bfloat16, 8)]
     for recurrence, dtype, most in cases:
         assert fold_every(spec(recurrence, dtype), most, CUDA).tokens == 1
         assert fold_every(spec(recurrence, dtype), most + 1, CUDA).tokens == FOLD_EVERY
 
 
-def test_replay_never_loses_on_a_cpu_nor_with_float32_states() -> None:
+def test_on_a_cpu_replay_never_loses() -> None:
     assert fold_every(spec(), 1, CPU).tokens == FOLD_EVERY
-    assert fold_every(spec(), 1, CUDA).tokens == FOLD_EVERY
 
 
 def test_a_pool_is_its_own_plain_pool_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,49 @@ def test_value_heads_are_shared_out_to_programs() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# In a file of its own: Triton reads its kernels' source.
+PARTS = """
+import torch, triton, triton.language as tl
+from replayssm.backends.triton.tiles import exp, parts
+
+@triton.jit
+def take_apart(x, out, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    o = tl.arange(0, 64)
+    made = parts(tl.load(x + o), PARTS, DTYPE)
+    for i in tl.static_range(len(made)):
+        tl.store(out + i * 64 + o, made[i].to(tl.float32))
+
+@triton.jit
+def decay(x, out):
+    o = tl.arange(0, 64)
+    tl.store(out + o, exp(tl.load(x + o)))
+
+torch.manual_seed(0)
+for dtype, n, to, kept in (
+    (torch.float32, 3, tl.bfloat16, 8), (torch.float32, 2, tl.float32, 11), (torch.float16, 3, tl.bfloat16, 8),
+    (torch.bfloat16, 3, tl.bfloat16, 8), (torch.float16, 2, tl.float32, 11),
+):
+    x, out = torch.randn(64).to(dtype), torch.zeros(3, 64)
+    take_apart[(1,)](x, out, n, to)
+    assert (out.sum(0) - x.float()).abs().max() <= 2.0 ** (-min(kept * n, 24)) * 8, (dtype, to)
+    first = out[0].view(torch.int32) & ((1 << (24 - kept)) - 1)
+    assert (first == 0).all(), f"tensor cores would round {dtype} as {to}"
+x = torch.cat([-torch.rand(32) / 100, -torch.rand(29) * 90, torch.tensor([0.0, -1e30, -torch.inf])])
+out = torch.zeros(64)
+decay[(1,)](x, out)
+exact = x.double().exp()
+assert ((out.double() - exact).abs() <= 1.3e-7 * exact + 1e-37).all()
+"""
+
+
+def test_numbers_are_taken_apart_as_tensor_cores_take_them(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PARTS)
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("recurrence", [GDN, MAMBA2], ids=["gdn", "mamba2"])
 def test_few_float32_keys_fit_into_registers(
     recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -23,11 +23,11 @@ def fold_every(spec: LayerSpec, rows: int, device: torch.device) -> FoldEvery:
     """For steps of one token of ``rows`` sequences that are never rolled back.
 
     On a GPU the plain recurrence is one launch of few instructions, and while a layer's states take few bytes that is
-    what counts: up to 9 MB of 16 bits, or with a decay by channel 34 MB, 17 of 16 bits; replay of float32 states with a
-    decay by head is never slower (H200, benchmarks/results/h200-kernels.json)."""
+    what counts: up to 5 MB, or 9 MB of 16 bits, and with a decay by channel up to 34 MB, or 17 MB of 16 bits (H200,
+    docs/log.md)."""
     bits = spec.state_dtype.itemsize * 8
     states = rows * spec.HV * spec.V * spec.K * bits / 8e6
-    least = {(False, 32): 0, (False, 16): 9, (True, 32): 34, (True, 16): 17}.get((spec.recurrence.channel, bits), 0)
+    least = {(False, 32): 5, (False, 16): 9, (True, 32): 34, (True, 16): 17}.get((spec.recurrence.channel, bits), 0)
     if device.type == "cuda" and states <= least:
         return FoldEvery(
             1, f"a layer's states take {states:.0f} MB; up to {least} MB the plain recurrence is faster on a GPU"

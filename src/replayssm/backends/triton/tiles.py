@@ -36,7 +36,7 @@ def unordered(b, W: tl.constexpr):
 def parts(b, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     """``b`` as a sum of PARTS blocks of DTYPE, of float32 as tensor cores take it (the upper 19 bits); itself alone
     where that holds it."""
-    if PARTS == 1 or b.dtype == DTYPE or (b.dtype.primitive_bitwidth <= 16 and tl.float32 == DTYPE):
+    if PARTS == 1 or (b.dtype.primitive_bitwidth <= 16 and (b.dtype == DTYPE or tl.float32 == DTYPE)):
         return (b.to(DTYPE),)
     else:
         b, out = b.to(tl.float32), ()
