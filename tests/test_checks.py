@@ -320,10 +320,16 @@ def test_layer_specs(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("rec", [MAMBA2, GDN, KDA], ids=lambda rec: rec.name)
 def test_what_a_ring_may_round(rec: Recurrence) -> None:
-    """w and g never; d only where it is the input itself."""
-    spec = LayerSpec(rec, 1, 1, 4, 4, state_dtype=torch.bfloat16, input_dtype=torch.bfloat16)
-    layer = StatePool(1).add_layer(spec)
-    assert layer.ckpt.dtype == layer.k.dtype == torch.bfloat16
-    assert layer.w.dtype == layer.g.dtype == spec.wide_dtype == torch.float32
-    assert layer.d.dtype == (torch.float32 if rec.erase else torch.bfloat16)
+    """w never; d where it is the input itself, or as much as the state, as by channel g."""
+    narrow = torch.bfloat16
+    layer = StatePool(1).add_layer(LayerSpec(rec, 1, 1, 4, 4, input_dtype=narrow))
+    assert layer.w.dtype == layer.g.dtype == layer.ckpt.dtype == torch.float32
+    assert layer.k.dtype == narrow and layer.d.dtype == (torch.float32 if rec.erase else narrow)
+    for state in (torch.bfloat16, torch.float16):
+        layer = StatePool(1).add_layer(LayerSpec(rec, 1, 1, 4, 4, state, narrow))
+        assert layer.ckpt.dtype == state and layer.w.dtype == torch.float32
+        assert layer.d.dtype == (state if rec.erase else narrow)
+        assert layer.g.dtype == (narrow if rec.channel else torch.float32)
+    wide = StatePool(1).add_layer(LayerSpec(rec, 1, 1, 4, 4, torch.bfloat16, torch.float64))
+    assert wide.w.dtype == wide.g.dtype == wide.d.dtype == torch.float64
     assert recurrence(rec.name) is rec

@@ -17,8 +17,9 @@ class LayerSpec:
 
     H key heads serve HV value heads, HV / H consecutive ones each; the state of a value head is ``[V, K]``.
     state_dtype: of the checkpoint. input_dtype: in which ring rows keep the layer's inputs; ``k`` always, ``d`` only
-    without erase, where it is the input ``v`` itself. With erase ``d`` is computed, and rounding it would feed back
-    through every later fold, so it stays at float32 or wider. ``w`` and ``g`` always are.
+    without erase, where it is the input ``v`` itself. With erase ``d`` is computed, and its rounding feeds back through
+    every later fold: it has float32 or wider, unless the checkpoint itself is rounded to 16 bits, which then are enough
+    for it too, and for a ``g`` by channel (the drift test decides, docs/log.md). ``w`` and other ``g`` are wide.
     norm: None, or the eps of :func:`replayssm.gates.delta_qk` where q and k are given without it (erase only). Then
     ring rows keep k as it came, which 16 bits hold, and w times the factor of its norm.
     """
@@ -57,14 +58,18 @@ class LayerSpec:
     @property
     def d_dtype(self) -> torch.dtype:
         """Of ring rows ``d``."""
-        narrow = self.state_dtype.itemsize == 2 and self.wide_dtype == torch.float32
-        return self.input_dtype if not self.recurrence.erase else self.state_dtype if narrow else self.wide_dtype
+        if not self.recurrence.erase:
+            return self.input_dtype
+        return self.state_dtype if self._narrow else self.wide_dtype
 
     @property
     def g_dtype(self) -> torch.dtype:
-        """Of ring rows ``g``."""
-        narrow = self.state_dtype.itemsize == 2 and self.wide_dtype == torch.float32 and self.recurrence.channel
-        return self.state_dtype if narrow else self.wide_dtype
+        """Of ring rows ``g``; bfloat16 where narrow, as large decays are beyond float16."""
+        return torch.bfloat16 if self._narrow and self.recurrence.channel else self.wide_dtype
+
+    @property
+    def _narrow(self) -> bool:
+        return self.state_dtype.itemsize == 2 and self.wide_dtype == torch.float32
 
     def build(self, ring: Ring) -> LayerState:
         """Allocates the layer's memory for all slots of ``ring``: a zero checkpoint and empty rings."""

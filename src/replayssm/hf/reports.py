@@ -49,8 +49,8 @@ def explain_state(state: State) -> str:
             f"recurrence: {layer.recurrence.name}, H={layer.H} HV={layer.HV} K={layer.K} V={layer.V}, "
             f"{len(state.states)} layers, {pool.N} sequences",
             f"ring: R={ring.R} rows, a fold after {ring.limit + 1} tokens, window {ring.window} ({state.purpose})",
-            f"dtypes: checkpoint {layer.ckpt.dtype}, k {layer.k.dtype}, d {layer.d.dtype}, w and g {layer.w.dtype}"
-            + ("" if layer.norm is None else "; k as the model has it, before its norm"),
+            f"dtypes: checkpoint {layer.ckpt.dtype}, k {layer.k.dtype}, d {layer.d.dtype}, w {layer.w.dtype}, "
+            f"g {layer.g.dtype}" + ("" if layer.norm is None else "; k as the model has it, before its norm"),
             f"bytes: {state.nbytes // pool.N} a sequence",
         ]
     )

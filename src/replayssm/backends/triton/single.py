@@ -24,6 +24,7 @@ def step_kernel(
 ):  # fmt: skip
     """BV state rows of one value head a program. Grid: (B * HV * cdiv(V, BV),)."""
     NV: tl.constexpr = (V + BV - 1) // BV
+    EXACT: tl.constexpr = ckpt.dtype.element_ty == tl.float32
     pid = tl.program_id(0)
     i_v, i_h, i_b = pid % NV, (pid // NV) % HV, (pid // (NV * HV)).to(tl.int64)
     i_g = i_h // (HV // H)
@@ -64,9 +65,10 @@ def step_kernel(
             b_dw = tl.load(p_rd + i_old * V + o_v, mask=m_v, other=0.0).to(tl.float32) * tl.load(p_rw + i_old)
             b_old = tl.load(p_rk + i_old * K + o_k, mask=m_k, other=0.0).to(tl.float32)
             if CHANNEL:
-                b_S *= exp(tl.load(p_rg + i_old * K + o_k, mask=m_k, other=0.0).to(tl.float32))[None, :, :]
+                b_fade = tl.load(p_rg + i_old * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+                b_S *= exp(b_fade, EXACT)[None, :, :]
             else:
-                b_S *= exp(tl.load(p_rg + i_old))
+                b_S *= exp(tl.load(p_rg + i_old), EXACT)
             b_S += b_dw[:, None, None] * b_old[None, :, :]
         if n > 0:
             tl.store(p_block, b_S.to(p_S.dtype.element_ty), mask=m_S)
@@ -88,7 +90,7 @@ def step_kernel(
     if not FOLDS:
         b_far *= tl.exp(tl.cumsum(b_next, 0, reverse=True) + b_g)
         b_decay += tl.sum(b_next, 0) + b_oldest
-    b_decay = exp(b_decay)
+    b_decay = exp(b_decay, EXACT)
     if CHANNEL:
         b_q, b_k, b_decay = b_q * b_decay, b_k * b_decay, 1.0
     b_S, b_d = b_S.to(tl.float32), b_d.to(tl.float32)
