@@ -7,6 +7,7 @@ import torch
 
 from replayssm import GDN, KDA, LayerSpec, Recurrence, StatePool, auto
 from replayssm.auto import FOLD_EVERY, fold_every
+from replayssm.backends import triton
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -43,3 +44,14 @@ def test_a_pool_is_its_own_plain_pool_where_that_is_faster(monkeypatch: pytest.M
 def test_the_reason_says_how_large_the_states_are() -> None:
     assert "take 2 MB; up to 9 MB" in fold_every(spec(dtype=torch.bfloat16), 1, CUDA).reason
     assert "take 1074 MB" in fold_every(spec(), 256, CUDA).reason
+
+
+def test_a_backend_with_several_ways_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "refuses", lambda layer: None)
+    pool = StatePool(256, backend="triton")
+    pool.add_layer(LayerSpec(GDN, 1, 1, 128, 128))
+    assert "one launch: the states take 0 MB only" in pool.explain(2)
+    assert "two launches: one of 4 tokens and 0 MB" in pool.explain(2, T=4)
+    plain = StatePool(1, fold_every=1, backend="triton")
+    plain.add_layer(LayerSpec(KDA, 1, 1, 16, 16))
+    assert "one launch: every step folds" in plain.explain(1)

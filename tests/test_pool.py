@@ -456,7 +456,7 @@ class Walk:
 
     def long_append(self) -> None:
         ids, ring = self.pick(), self.pool.ring
-        T, back = self.random.randint(1, ring.R - ring.window), self.pool.convs[0].x.shape[2] - 3
+        T, back = self.random.randint(1, ring.most), self.pool.convs[0].x.shape[2] - 3
         self.pool.fold(self.slots(ids))
         self.step(ids, T, [self.random.randint(max(0, T - back), T) for _ in ids], folded=True)
 

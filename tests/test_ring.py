@@ -92,7 +92,7 @@ class Cursors(RuleBasedStateMachine):
     def long_append_to_an_empty_ring(self, seed: int) -> None:
         rng = Random(seed)
         slots = [i for i in self.some_slots(rng) if i < 0 or not self.live(i)]
-        self.step(rng, slots, self.R - self.window)
+        self.step(rng, slots, self.ring.most)
 
     @rule(seed=SEEDS)
     def fold_a_prefix(self, seed: int) -> None:
@@ -161,7 +161,7 @@ class Cursors(RuleBasedStateMachine):
         head, count = self.ring.at(torch.arange(self.N, dtype=torch.int32))
         for slot, seq in enumerate(self.model):
             h, c = int(head[slot]), int(count[slot])
-            assert 0 <= h < self.R and 0 <= c <= self.R - self.window
+            assert 0 <= h < self.R and 0 <= c <= self.ring.most
             assert [self.rows[slot][(h + i) % self.R] for i in range(c)] == seq.tokens[seq.folded :]
 
     @invariant()

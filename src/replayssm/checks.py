@@ -86,7 +86,7 @@ def check_verify(
         x.dtype in FLOATS and x.device == device for x in (q, k, v, w, g)
     ):
         _find(op, layer, (q, k, v, w, g), B)
-    room = ring.R - ring.window if folded else ring.window
+    room = ring.most if folded else ring.window
     if room < T:
         raise ValueError(
             f"{op}: T={T} new tokens, but the ring (R={ring.R}, window={ring.window}) has room for {room} in this "
@@ -155,7 +155,7 @@ def check_accepted(ring: Ring, slots: Tensor, accepted: Tensor | int) -> None:
     CPU checked against the cursors, elsewhere, for an int, against an empty ring."""
     check_slots("commit", slots, ring.N, ring.head.device)
     _integers("commit", "accepted", accepted, slots)
-    most = ring.R - ring.window
+    most = ring.most
     if isinstance(accepted, int) and not 0 <= accepted <= most:
         raise ValueError(f"commit: accepted must be in 0 .. {most}; got {accepted}")
     if slots.device.type != "cpu" or slots.numel() == 0:

@@ -25,9 +25,9 @@ def _verify(
     geometry: list[int], decay: str, flags: list[bool], norm: float, backend: str,
 ) -> None:  # fmt: skip
     """:func:`run` with what a schema can say of its arguments, filled in by :func:`traced`."""
-    (head, count), (R, window, limit), (ckpt, k, d, w, g) = cursors, geometry, memory
+    (head, count), (R, window, limit, most), (ckpt, k, d, w, g) = cursors, geometry, memory
     stagger, erase, folded = flags
-    ring = Ring(head, count, R, window, limit, stagger, Scratch(scratch))
+    ring = Ring(head, count, R, window, limit, most, stagger, Scratch(scratch))
     layer = LayerState(Recurrence(cast(Decay, decay), erase), ring, ckpt, k, d, w, g, norm or None)
     run("verify", layer, inputs[:-1], inputs[-1], out, folded, backend)
 
@@ -74,6 +74,6 @@ def traced(
     ring, recurrence = layer.ring, layer.recurrence
     torch.ops.replayssm.verify(
         [*inputs, slots], out, list(layer.tensors.values()), ring.scratch.buffers[-1:], [ring.head, ring.count],
-        [ring.R, ring.window, ring.limit], recurrence.decay, [ring.stagger, recurrence.erase, folded],
+        [ring.R, ring.window, ring.limit, ring.most], recurrence.decay, [ring.stagger, recurrence.erase, folded],
         layer.norm or 0.0, backend,
     )  # fmt: skip

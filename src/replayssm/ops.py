@@ -41,7 +41,7 @@ def verify(
     ``[B, T, HV, K]``, never positive. Any float dtypes and strides. slots: int32 ``[B]``, each at most once; ``< 0`` is
     padding: nothing is written for that row and its output is 0.
     out: ``[B, T, HV, V]`` like v, written and returned; allocated if None.
-    folded: the rings of these slots are empty (just folded, see :func:`fold`, reset or seeded), so up to ``R - window``
+    folded: the rings of these slots are empty (just folded, see :func:`fold`, reset or seeded), so up to ``ring.most``
     tokens fit; otherwise ``window`` do.
     backend: ``"auto"`` or a name from :func:`replayssm.backends.names`; ``explain`` says what auto takes and why.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm import auto, ops
-from replayssm.backends import explain, load, names
+from replayssm.backends import describe, names
 from replayssm.conv import ConvWindow, columns
 from replayssm.layer import LayerSpec, LayerState
 from replayssm.ring import Ring, copy_slots, put_slots
@@ -90,10 +90,8 @@ class StatePool:
         lines: list[str] = []
         pool, device = self.at(rows), self.ring.head.device
         for spec, layer in dict(zip(self._specs, pool.layers, strict=True)).items():
-            chosen = explain(layer, self.backend)
-            describe = getattr(load(chosen.name), "describe", None)
-            lines += [f"{spec.recurrence.name} [{layer.HV}, {layer.V}, {layer.K}] {layer.ckpt.dtype}", str(chosen)]
-            lines += [f"  {describe(layer, rows, T)}"] if describe is not None else []
+            lines.append(f"{spec.recurrence.name} [{layer.HV}, {layer.V}, {layer.K}] {layer.ckpt.dtype}")
+            lines.append(describe(layer, rows, T, self.backend))
             lines.append(f"fold every {pool.ring.limit + 1}: {auto.fold_every(spec, rows, device).reason}")
         return "\n".join(lines)
 
@@ -199,7 +197,7 @@ class StatePool:
                 f"{', '.join(recurrences)})"
             )
         head, count = saved["cursors"]
-        if count > self.ring.R - self.ring.window:
+        if count > self.ring.most:
             raise ValueError(
                 f"import_: the slot's {count} committed rows leave no room in R={self.ring.R} rows for this pool's "
                 f"window={self.ring.window}; fold the slot before its export"
@@ -212,10 +210,10 @@ class StatePool:
 
     def check(self) -> None:
         """Raises AssertionError where a cursor is out of bounds: ``0 <= head < R``, with a phase on top where the pool
-        staggers; ``0 <= count <= R - window``."""
+        staggers; ``0 <= count <= most``."""
         head, count = self.ring.head[:-1], self.ring.count[:-1]
         most = self.ring.R * (self.ring.limit * self.ring.stagger + 1)
-        bad = (head < 0) | (head >= most) | (count < 0) | (count > self.ring.R - self.ring.window)
+        bad = (head < 0) | (head >= most) | (count < 0) | (count > self.ring.most)
         if bool(bad.any()):
             slot = int(bad.nonzero()[0])
             raise AssertionError(f"slot {slot}: head={int(head[slot])}, count={int(count[slot])}, R={self.ring.R}")

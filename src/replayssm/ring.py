@@ -56,7 +56,8 @@ class Ring:
     """Cursors and geometry of the rings of ``N`` slots.
 
     head, count: int32 ``[N + 1]``; the last entry takes the writes of padding rows and is never read as a slot.
-    R: physical rows; window: most new tokens a step; limit: most committed rows that stay unfolded; stagger: see above.
+    R: physical rows; window: most new tokens a step; limit: most committed rows that stay unfolded; most:
+    committed rows that a step can find, what kernels must be able to read; stagger: see above.
     """
 
     head: Tensor
@@ -64,6 +65,7 @@ class Ring:
     R: int
     window: int
     limit: int
+    most: int
     stagger: bool = False
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
 
@@ -80,7 +82,7 @@ class Ring:
             raise ValueError(f"Ring: limit must be in [0, R - 2 * window] = [0, {latest}]; got {limit}")
         # Two tensors, not two views of one: torch.compile cannot mutate views of one another in place.
         head, count = (torch.zeros(N + 1, dtype=torch.int32, device=device) for _ in range(2))
-        ring = Ring(head, count, R, window, limit, stagger)
+        ring = Ring(head, count, R, window, limit, limit + window, stagger)
         ring.reset(torch.arange(N, dtype=torch.int32, device=device))
         return ring
 
@@ -88,11 +90,6 @@ class Ring:
     def N(self) -> int:
         """Number of slots."""
         return self.head.numel() - 1
-
-    @property
-    def most(self) -> int:
-        """Most committed rows that a step can find: what kernels must be able to read."""
-        return self.R - self.window
 
     def due(self, count: Tensor, head: Tensor | int) -> Tensor:
         """The fold predicate, for kernels' callers, commit and the reference; cursors as :meth:`at` gives them."""

@@ -96,6 +96,13 @@ def explain(layer: LayerState, backend: str = "auto", tree: bool = False) -> Cho
     return Choice(chosen, reasons)
 
 
+def describe(layer: LayerState, B: int, T: int = 1, backend: str = "auto") -> str:
+    """:func:`explain`, and of a backend that has several ways the one it takes for ``B`` sequences of ``T`` tokens."""
+    chosen = explain(layer, backend)
+    way = getattr(load(chosen.name), "describe", None)
+    return str(chosen) if way is None else f"{chosen}\n  {way(layer, B, T)}"
+
+
 def choose(backend: str, layer: LayerState, tree: bool = False) -> Backend:
     """The backend to call for this layer; see :func:`explain`."""
     for name in _MODULES if backend == "auto" else (backend,):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from replayssm import backends
 from replayssm.backends import explain, for_trees
 from replayssm.hf.options import Options
 from replayssm.layer import LayerState
@@ -44,7 +45,7 @@ def explain_state(state: State) -> str:
     tree = explain(layer, for_trees(state.options.backend), tree=True).name
     return "\n".join(
         [
-            str(explain(layer, state.options.backend)),
+            backends.describe(layer, pool.N, backend=state.options.backend),
             *([f"draft trees: {tree}"] if ring.window > 1 else []),
             f"recurrence: {layer.recurrence.name}, H={layer.H} HV={layer.HV} K={layer.K} V={layer.V}, "
             f"{len(state.states)} layers, {pool.N} sequences",

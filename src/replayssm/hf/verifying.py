@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer, StaticLayer
 
+from replayssm.auto import FOLD_EVERY
 from replayssm.conv import ConvWindow
 from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled
 from replayssm.hf.state import Step
@@ -103,9 +104,11 @@ class VerifyState(StaticState):
 
     @torch.compiler.disable
     def _build(self, spec: LayerSpec | None) -> None:
+        # By default so that a step finds 16 rows at most, what kernels read as one block.
+        every = self.options.fold_every or max(FOLD_EVERY // 2, FOLD_EVERY + 1 - self.window)
         with torch.inference_mode(False):
             self.pool = StatePool(
-                self._rows, fold_every=self.options.folds, window=self.window, width=self.width, device=self._device,
+                self._rows, fold_every=every, window=self.window, width=self.width, device=self._device,
                 backend=self.options.backend,
             )  # fmt: skip
             self.slots = torch.arange(self._rows, dtype=torch.int32, device=self._device)
