@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from replayssm import gates
 from replayssm.hf.handle import ConvHandle, Handle
@@ -151,25 +150,17 @@ def _mamba2(handle: Handle, x: Tensor, w: Tensor, A: Tensor, B: Tensor, C: Tenso
     return handle.recurrent.verify(handle.layer, C, B, x.to(w.dtype), w, w * A.to(w.dtype))
 
 
-def conv_update(handle: ConvHandle, call: Call) -> Tensor:
-    """Adapter of ``causal_conv1d_update``: one token ``hidden_states [B, channels, 1]``. In a graph the products are
-    written out, for then the compiler fuses them with all that follows; a convolution it calls as it is."""
-    x, weight, bias, activation = (call.get(name) for name in ("hidden_states", "weight", "bias", "activation"))
-    if x.shape[2] != 1 or not torch.compiler.is_compiling():
-        return call.first(x.shape[0], (), conv_state=handle.x)
-    state, W = handle.x, handle.x.shape[2]
-    wide = torch.promote_types(torch.float32, weight.dtype)
-    y = x.to(wide) * weight[:, -1:].to(wide)
-    for i in range(1, W):
-        y = y + state[..., i : i + 1].to(wide) * weight[:, i - 1 : i].to(wide)
-    y = (y if bias is None else y + bias.to(wide)[:, None]).to(weight.dtype)
-    last = torch.arange(W, device=x.device) == W - 1
-    state.copy_(torch.where(last, x, state.roll(-1, 2)))
-    return (y if activation is None else ACT2FN[activation](y)).to(x.dtype)
+def convolve(handle: ConvHandle, call: Call) -> Tensor:
+    """Adapter of ``causal_conv1d_fn``: a step's inputs, recorded and convolved by the cache's window."""
+    weight, bias, activation = (call.get(name) for name in ("weight", "bias", "activation"))
+    if activation not in (None, "silu", "swish"):
+        full = handle.window.extend(handle.x, handle.slots)
+        return call.original(full, weight, bias, activation)[:, :, -handle.x.shape[2] :]
+    return handle.window.convolve(handle.x, handle.slots, weight, bias, activation is not None)
 
 
 ADAPTERS: dict[str, Callable[[Any, Call], Any]] = {
-    "causal_conv1d_update": conv_update,
+    "causal_conv1d_fn": convolve,
     "torch_chunk_gated_delta_rule": delta_rule(GDN),
     "torch_recurrent_gated_delta_rule": delta_rule(GDN),
     "chunk_kimi_delta_attention": delta_rule(KDA),

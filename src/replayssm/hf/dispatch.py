@@ -32,18 +32,18 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "mamba2_selective_state_update": (
         "state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z", "kwargs",
     ),
-    "causal_conv1d_update": ("hidden_states", "conv_state", "weight", "bias", "activation"),
+    "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation", "kwargs"),
 }  # fmt: skip
 """The functions replaced, with the parameters that the adapters were written for."""
 
 FUNCTIONS = {
-    "gdn": ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_update"),
-    "kda": ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_update"),
-    "mamba2": ("mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_update"),
+    "gdn": ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"),
+    "kda": ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", "causal_conv1d_fn"),
+    "mamba2": ("mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn"),
 }
-"""By recurrence: the function for several tokens, the one for one, and the convolution's for one."""
+"""By recurrence: the function for several tokens, the one for one, and the convolution."""
 
-_STATES = ("state", "initial_state", "initial_states", "conv_state")
+_STATES = ("state", "initial_state", "initial_states", "hidden_states")  # the first of them is where a handle may be
 
 
 class _Installed(NamedTuple):
@@ -104,7 +104,7 @@ def _checked(module: ModuleType, name: str) -> Callable[..., Any]:
 
 def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     names, adapter = tuple(p for p in PARAMETERS[name] if p != "kwargs"), ADAPTERS[name]
-    position = next(i for i, p in enumerate(names) if p in _STATES)
+    position = names.index(next(p for p in _STATES if p in names))
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:

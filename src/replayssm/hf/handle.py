@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from replayssm.conv import ConvWindow
     from replayssm.hf.state import RecurrentState
     from replayssm.hf.static import StaticState
 
@@ -47,10 +48,10 @@ class Handle:
 
 
 class ConvHandle:
-    """The same for the state ``x [B, channels, W]`` of a mixer's own convolution, in a static cache."""
+    """Given to a mixer where it hands its cache the inputs ``x [B, channels, T]`` of a step's convolution."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+    def __init__(self, window: ConvWindow, x: Tensor, slots: Tensor) -> None:
+        self.window, self.x, self.slots = window, x, slots
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,10 +1,10 @@
 """The cache of an attached model for ``generate(..., cache_implementation="static")``: fixed memory, so that a decode
 step is one graph that torch.compile builds once, and CUDA graphs replay.
 
-Attention layers and convolution states are stock's, which have fixed addresses already. What :class:`ReplayCache`
-counts on the host, to take drafts back and to absorb prompts, is left out here: a step of one token is replayed, one of
-more is absorbed, and cursors are moved on the device by the last recurrent layer. So nothing of a step depends on a
-number that changes from step to step.
+Attention layers are stock's, which have fixed addresses already; convolutions lie on the ring's cursors. What
+:class:`ReplayCache` counts on the host, to take drafts back and to absorb prompts, is left out here: a step of one
+token is replayed, one of more is absorbed, and cursors are moved on the device by the last recurrent layer. So nothing
+of a step depends on a number that changes from step to step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 
 from replayssm import ops
 from replayssm.auto import fold_every
+from replayssm.conv import ConvWindow
 from replayssm.hf.captured import CapturedStep
 from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient, returned
 from replayssm.hf.options import Options
@@ -61,6 +62,8 @@ class StaticState:
         self.pool: StatePool | None = None
         self.states: dict[int, LayerState] = {}
         self.specs: dict[int, LayerSpec] = {}
+        self.width, self.convs = 1, dict[int, ConvWindow]()
+        self._inputs: dict[int, Tensor] = {}  # of convolutions, until their layer's memory is there
         self.started = False
         self.purpose = "static cache"
         self.turn = 0  # forwards that were not compiled: a text begins, or goes on after its prompt grew
@@ -84,6 +87,20 @@ class StaticState:
                 self._fold()  # pyright: ignore[reportAttributeAccessIssue]
         return Step(first=not self.started, tokens=T, replayed=int(T == 1))
 
+    def conv(self, layer: int, x: Tensor, kernel: int) -> Tensor:
+        """The inputs ``x [B, channels, T]`` of a mixer's own convolution: of a step a :class:`ConvHandle`; else, behind
+        those before them, to be convolved by the model."""
+        if not self.started:
+            self.width = kernel
+            self._inputs[layer] = x
+            return x
+        if x.shape[2] <= self._pool.ring.window:
+            return ConvHandle(self.convs[layer], x, self.slots)  # pyright: ignore[reportReturnType]
+        window = self.convs[layer]
+        full = torch.cat([window.before(self.slots).to(x.dtype), x], 2)
+        window.seed(full, self.slots)
+        return full
+
     def layer(self, layer: int, spec: LayerSpec) -> LayerState:
         """The layer's memory, allocated at its first call."""
         if self.pool is None:
@@ -93,6 +110,8 @@ class StaticState:
             self._add(layer, spec)  # pyright: ignore[reportAttributeAccessIssue]
         elif known != spec:
             raise ValueError(f"StaticReplayCache: layer {layer} was built for {known}; got {spec}")
+        if layer in self._inputs:
+            self._seed_conv(layer)  # pyright: ignore[reportAttributeAccessIssue]
         return self.states[layer]
 
     def verify(self, layer: int, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor) -> Tensor:
@@ -151,7 +170,7 @@ class StaticState:
             chosen = fold_every(spec, N, device)
             every, self.purpose = chosen.tokens, f"static cache; {chosen.reason}"
         with torch.inference_mode(False):
-            self.pool = StatePool(N, fold_every=every, width=1, device=device, backend=self.options.backend)
+            self.pool = StatePool(N, fold_every=every, width=self.width, device=device, backend=self.options.backend)
             self.slots = torch.arange(N, dtype=torch.int32, device=device)
         stay(self.slots, self.pool.ring.head, self.pool.ring.count)
 
@@ -161,6 +180,19 @@ class StaticState:
             self.states[layer] = self._pool.add_layer(spec)
         self.specs[layer] = spec
         stay(*self.states[layer].tensors.values())
+
+    @torch.compiler.disable
+    def _seed_conv(self, layer: int) -> None:
+        x = self._inputs.pop(layer)
+        if layer not in self.convs:
+            with torch.inference_mode(False):
+                self.convs[layer] = self._pool.add_conv(x.shape[1], self.width, x.dtype)
+            stay(self.convs[layer].x)
+        window = self.convs[layer]
+        if x.shape[2] == 1:  # a prompt of one token is replayed, so the cursors will move past it
+            window.extend(x.detach(), self.slots)
+        else:
+            window.seed(x.detach(), self.slots)
 
     @torch.compiler.disable
     def _explain(self) -> None:
@@ -204,7 +236,7 @@ class StaticReplayCache(StaticCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of checkpoints, rings and cursors; keys, values and convolutions are not counted."""
+        """Bytes of checkpoints, rings, convolutions and cursors; keys and values are not counted."""
         return self.recurrent.nbytes
 
     def explain(self) -> str:
@@ -230,9 +262,19 @@ class StaticReplayCache(StaticCache):
         self.recurrent.check_batch(B)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a mixer's own convolution as a :class:`ConvHandle`, another's itself; None before the first."""
-        x = super().get_conv_state(layer_idx, state_idx)
-        return x if x is None or state_idx else ConvHandle(x)  # pyright: ignore[reportReturnType]
+        """None for a mixer's own convolution, so that it hands over its inputs, one as well as several; another's
+        state."""
+        return super().get_conv_state(layer_idx, state_idx) if state_idx else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Takes a convolution's inputs; what it returns goes to the model's ``causal_conv1d_fn``."""
+        if state_idx:
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return self.recurrent.conv(layer_idx, conv_states, kwargs["conv_kernel_size"])
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether tokens have come."""
+        return self.recurrent.started
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The layer's :class:`Handle`, from the first call on."""

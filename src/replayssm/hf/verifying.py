@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer, StaticLayer
 
 from replayssm.auto import FOLD_EVERY
-from replayssm.conv import ConvWindow
 from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled
 from replayssm.hf.state import Step
 from replayssm.hf.static import LENGTH, StaticReplayCache, StaticState, stay
@@ -59,8 +58,7 @@ class VerifyState(StaticState):
 
     def __init__(self, window: int, *args: Any) -> None:
         super().__init__(*args)
-        self.window, self.width = window, 1
-        self.convs: dict[int, ConvWindow] = {}
+        self.window = window
         self.purpose = "drafts, fixed memory"
 
     @property
@@ -77,20 +75,6 @@ class VerifyState(StaticState):
             step.tokens = step.replayed = T
         return step
 
-    def conv(self, layer: int, x: Tensor, kernel: int) -> Tensor:
-        """Records the inputs ``x [B, channels, T]`` of a layer's convolution; returns them behind those before."""
-        if self.pool is None:
-            self._rows, self._device, self.width = x.shape[0], x.device, kernel
-            self._build(None)  # pyright: ignore[reportAttributeAccessIssue]
-        if layer not in self.convs:
-            self._add_conv(layer, x, kernel)  # pyright: ignore[reportAttributeAccessIssue]
-        window = self.convs[layer]
-        if self.started or x.shape[2] == 1:
-            full = window.extend(x, self.slots)
-            return full if self.started else x
-        window.seed(x, self.slots)
-        return x
-
     def finish(self, layer: int, step: Step) -> None:
         """The layer is through."""
         if step.first:
@@ -103,7 +87,7 @@ class VerifyState(StaticState):
         self._pool.commit(self.slots, n)
 
     @torch.compiler.disable
-    def _build(self, spec: LayerSpec | None) -> None:
+    def _build(self, spec: LayerSpec) -> None:
         # By default so that a step finds 16 rows at most, what kernels read as one block.
         every = self.options.fold_every or max(FOLD_EVERY // 2, FOLD_EVERY + 1 - self.window)
         with torch.inference_mode(False):
@@ -113,12 +97,6 @@ class VerifyState(StaticState):
             )  # fmt: skip
             self.slots = torch.arange(self._rows, dtype=torch.int32, device=self._device)
         stay(self.slots, self.pool.ring.head, self.pool.ring.count)
-
-    @torch.compiler.disable
-    def _add_conv(self, layer: int, x: Tensor, kernel: int) -> None:
-        with torch.inference_mode(False):
-            self.convs[layer] = self._pool.add_conv(x.shape[1], kernel, x.dtype)
-        stay(self.convs[layer].x)
 
 
 class VerifyCache(StaticReplayCache):
@@ -139,17 +117,6 @@ class VerifyCache(StaticReplayCache):
 
     def _make_state(self, *args: Any) -> StaticState:
         return VerifyState(self._window, *args)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """None: a convolution's inputs are recorded, one as well as several."""
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Records a convolution's inputs; returns them behind the inputs that came before them."""
-        return self.recurrent.conv(layer_idx, conv_states, kwargs["conv_kernel_size"])
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether tokens have come."""
-        return self.recurrent.started
 
     def begin(self, columns: int) -> None:
         """The prompt is there, ``columns`` of it with its padding."""

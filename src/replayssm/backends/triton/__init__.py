@@ -23,16 +23,21 @@ def normalises(layer: LayerState) -> bool:
 
 def refuses(layer: LayerState) -> str | None:
     """Needs Triton, a GPU (or the interpreter), and no float64."""
+    if torch.float64 in (layer.ckpt.dtype, layer.w.dtype):
+        return "it does not compute in float64"
+    return unusable(layer.ckpt.device)
+
+
+def unusable(device: torch.device) -> str | None:
+    """Why Triton cannot run on ``device``; None if it can."""
     try:
         import triton
     except ImportError:
         return "triton is not installed (pip install 'replayssm[gpu]')"
-    if layer.ckpt.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
         return "the pool is on the CPU, and Triton's interpreter (TRITON_INTERPRET=1) is off"
-    if layer.ckpt.device.type not in ("cpu", "cuda", "xpu"):
-        return f"Triton does not run on {layer.ckpt.device.type}"
-    if torch.float64 in (layer.ckpt.dtype, layer.w.dtype):
-        return "it does not compute in float64"
+    if device.type not in ("cpu", "cuda", "xpu"):
+        return f"Triton does not run on {device.type}"
     return None
 
 
@@ -186,6 +191,25 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
         UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
         BR=power_of_2(layer.ring.most, 16), num_warps=2, **FUSED,
     )  # fmt: skip
+
+
+def convolve(
+    new: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, head: Tensor, count: Tensor,
+    silu: bool,
+) -> Tensor:  # fmt: skip
+    """See :meth:`replayssm.conv.ConvWindow.convolve`; ``[B, T, channels]``."""
+    from replayssm.backends.triton.convolution import convolve_kernel
+
+    B, channels, T = new.shape
+    out = new.new_empty(B, T, channels)
+    BC = min(512, power_of_2(channels, 32))
+    convolve_kernel[(B, -(-channels // BC))](
+        new, window, weight, weight if bias is None else bias, out, slots, head, count,
+        *new.stride(), *window.stride(), *weight.stride(), 1 if bias is None else bias.stride(0),
+        CH=channels, T=T, C=window.shape[2], W=weight.shape[1], BIAS=bias is not None, SILU=silu, BC=BC,
+        num_warps=max(1, BC // 128), **FUSED,
+    )  # fmt: skip
+    return out
 
 
 @functools.cache
