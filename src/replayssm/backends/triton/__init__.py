@@ -202,12 +202,12 @@ def convolve(
 
     B, channels, T = new.shape
     out = new.new_empty(B, T, channels)
-    BC = min(512, power_of_2(channels, 32))
-    convolve_kernel[(B, -(-channels // BC))](
+    BB, BC = (4 if B >= 64 else 1), min(256, power_of_2(channels, 32))  # of a sweep on an H200
+    convolve_kernel[(-(-channels // BC), -(-B // BB))](
         new, window, weight, weight if bias is None else bias, out, slots, head, count,
-        *new.stride(), *window.stride(), *weight.stride(), 1 if bias is None else bias.stride(0),
-        CH=channels, T=T, C=window.shape[2], W=weight.shape[1], BIAS=bias is not None, SILU=silu, BC=BC,
-        num_warps=max(1, BC // 128), **FUSED,
+        B, *new.stride(), *window.stride(), *weight.stride(), 1 if bias is None else bias.stride(0),
+        CH=channels, T=T, C=window.shape[2], W=weight.shape[1], BIAS=bias is not None, SILU=silu, BB=BB, BC=BC,
+        num_warps=4, **FUSED,
     )  # fmt: skip
     return out
 
