@@ -41,10 +41,12 @@ for recurrence in (MAMBA2, GDN, KDA):
     for dtype in (torch.float32, torch.bfloat16):
         pool = StatePool(5, fold_every=3, window=4, device="cuda")
         layer = pool.add_layer(LayerSpec(recurrence, 2, 4, 128, 64, dtype, torch.bfloat16))
+        conv, taps = pool.add_conv(300, dtype=dtype), torch.randn(300, 4, device="cuda", dtype=dtype)
         slots = torch.tensor([3, -1, 0, 4], dtype=torch.int32, device="cuda")
         for T in (1, 4, 4, 1):
             x = [y.cuda() for y in make_inputs(recurrence, 4, T, 2, 4, 128, 64, torch.bfloat16, rng)]
             ops.verify(layer, *x, slots=slots, backend="triton")
+            conv.convolve(torch.randn(4, 300, T, device="cuda", dtype=dtype), slots, taps, silu=True)
             pool.commit(slots, T)
         parents = torch.tensor([-1, 0, 0, 2], device="cuda").expand(4, 4)
         x = [y.cuda() for y in make_inputs(recurrence, 4, 4, 2, 4, 128, 64, torch.bfloat16, rng)]
@@ -61,7 +63,11 @@ def jobs(steps: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     sys.path.insert(0, str(ROOT / "tests"))
     from tiny_models import BUILDERS, CHAINS_ONLY
 
-    for file in ("test_ops", "test_drift", "test_pool", "test_norm"):
+    for recurrence in ("mamba2", "gdn", "kda", "fourth"):
+        own = f"triton-cuda and {recurrence}"
+        yield f"test_ops triton {recurrence}", [*PYTEST, "tests/test_ops.py", "-k", own], {}
+    yield "test_ops sequential", [*PYTEST, "tests/test_ops.py", "-k", "sequential-cuda"], {}
+    for file in ("test_drift", "test_pool", "test_norm"):
         for backend in ("triton", "sequential"):
             yield f"{file} {backend}", [*PYTEST, f"tests/{file}.py", "-k", f"{backend}-cuda"], {}
     for name in BUILDERS:
@@ -74,6 +80,7 @@ def jobs(steps: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     for recurrence in ("mamba2", "gdn", "kda", "fourth"):
         walk = f"cuda and triton and {recurrence}"
         yield f"walk {recurrence}", [*PYTEST, "tests/test_walk.py", "-k", walk], {"WALK_STEPS": str(steps // 4)}
+    yield "test_conv", [*PYTEST, "tests/test_conv.py", "-k", "cuda"], {}
     yield "test_speculative_tree", [*PYTEST, "tests/test_speculative_tree.py", "-k", "cuda"], {}
     yield "verify", [sys.executable, "-m", "replayssm", "verify"], {}
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"

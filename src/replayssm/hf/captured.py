@@ -47,6 +47,8 @@ ATTENTION = "replayssm_grouped"
 LENGTHS = 64  # caches of so many lengths and batches before torch stops compiling
 FEW = 16
 """Tokens of a step up to which attention goes by batched products."""
+FEW_ROUTED = 4
+"""Tokens of a step, of all texts together, up to which each token's experts are copied."""
 
 
 def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
@@ -154,7 +156,11 @@ class Compiled:
             self.merging = Merging(self.model, self.inner)
             self._run = self._compile()
         # Each length of a cache is compiled for; torch would stop at eight and go on in eager mode.
-        with grouped_attention(self.model), torch._dynamo.config.patch(recompile_limit=LENGTHS):
+        with (
+            grouped_attention(self.model),
+            grouped_experts(self.model, inputs),
+            torch._dynamo.config.patch(recompile_limit=LENGTHS),
+        ):
             try:
                 return self._run(**inputs)
             except BackendCompilerFailed as error:
@@ -182,6 +188,24 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation_internal = "sdpa"
+
+
+@contextmanager
+def grouped_experts(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[None]:
+    """Inside, a step of more than FEW_ROUTED tokens groups them by expert, where ``model`` does so in its prompt.
+    generate has each token's experts copied instead, weights and all, which pays for few tokens only."""
+    now, asked = model.get_experts_implementation(), inputs["cache"].experts
+    changed = {key: kind for key, kind in asked.items() if kind == "grouped_mm" and now.get(key) == "batched_mm"}
+    # Other weights go through a function that reads from the device, which no graph can.
+    grouped = model.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+    if not changed or not grouped or inputs["input_ids"].numel() <= FEW_ROUTED:
+        yield
+        return
+    model.set_experts_implementation(now | changed)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(now)
 
 
 def attend(

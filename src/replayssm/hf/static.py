@@ -222,6 +222,7 @@ class StaticReplayCache(StaticCache):
         self.recurrent = self._make_state(recurrent, attachment.options, attachment.dt_limits, attachment.report)
         self._handles = {i: Handle(self.recurrent, i) for i in recurrent}
         self._model = describe(model)
+        self.experts = model.get_experts_implementation()  # before generate changes it for its steps
         self.step: CapturedStep | None = None
 
     def _make_state(self, *args: Any) -> StaticState:

@@ -11,8 +11,8 @@ def convolve_kernel(
     CH: tl.constexpr, T: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
     BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """x [B, CH, T] -> out [B, T, CH]; window [N, CH, C], weight [CH, W]. BB rows share the weights that a program loads.
-    Grid: (cdiv(CH, BC), cdiv(B, BB))."""
+    """x [B, CH, T] -> out [B, T, CH]; window [N, CH, C], weight [CH, W]. BB rows share the weights that a program
+    loads. Grid: (cdiv(CH, BC), cdiv(B, BB))."""
     i_b, o_c = tl.program_id(1) * BB + tl.arange(0, BB), tl.program_id(0) * BC + tl.arange(0, BC)
     m_c = (o_c < CH) | (CH % BC == 0)
     i_slot = tl.load(slots + i_b, mask=i_b < B, other=-1).to(tl.int64)

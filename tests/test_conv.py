@@ -1,0 +1,169 @@
+"""The convolution of a step, held against sums over each row's accepted inputs in float64: on the CPU, in Triton's
+interpreter and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import BUILDERS
+from torch import Tensor
+
+from replayssm import StatePool
+from replayssm.backends import triton
+from replayssm.hf.adapters import Call, convolve
+from replayssm.hf.captured import grouped_experts
+from replayssm.hf.handle import ConvHandle
+from replayssm.hf.static import StaticReplayCache
+
+CHANNELS = 37
+
+
+def follow(device: str, dtype: torch.dtype, width: int, window: int, silu: bool, bias: bool) -> None:
+    """Steps of random lengths, of which each row keeps a random part, over several folds."""
+    rng = torch.Generator().manual_seed(width * 10 + window)
+    pool = StatePool(5, fold_every=5, window=window, width=width, device=device)
+    conv = pool.add_conv(CHANNELS, width, dtype)
+    weight = torch.randn(CHANNELS, width, generator=rng, dtype=torch.float64).to(dtype)
+    b = torch.randn(CHANNELS, generator=rng, dtype=torch.float64).to(dtype) if bias else None
+    history: dict[int, list[Tensor]] = {slot: [] for slot in range(5)}
+    for step in range(14):
+        slots = [[2, -1, 0, 4], [1, 0, 2, -1]][step % 2]
+        T = int(torch.randint(1, window + 1, (), generator=rng))
+        inputs = torch.randn(4, T, CHANNELS + 3, generator=rng, dtype=torch.float64).to(dtype)[..., 2:-1]
+        index = torch.tensor(slots, dtype=torch.int32, device=device)
+        where = inputs.to(device).transpose(1, 2)
+        y = conv.convolve(where, index, weight.to(device), None if b is None else b.to(device), silu).cpu()
+        kept = torch.randint(0, T + 1, (4,), generator=rng, dtype=torch.int32)
+        for row, slot in enumerate(slots):
+            before = history.get(slot, [])
+            x = torch.stack([torch.zeros(CHANNELS, dtype=dtype)] * (width - 1) + before + list(inputs[row])).double()
+            taps = x.T.unfold(1, width, 1)[:, -T:]
+            want = (taps * weight.double()[:, None]).sum(-1) + (0 if b is None else b.double()[:, None])
+            size = (taps.abs() * weight.double().abs()[:, None]).sum(-1) + (
+                0 if b is None else b.double().abs()[:, None]
+            )
+            eps = torch.finfo(dtype).eps
+            assert ((y[row] - (F.silu(want) if silu else want)).abs() <= 3 * eps * (1 + size)).all(), (step, row)
+            if slot >= 0:
+                history[slot] = before + list(inputs[row, : int(kept[row])])
+        pool.commit(index, kept.to(device))
+
+
+CASES = [
+    (torch.float32, 4, 1, True, False),
+    (torch.float32, 3, 4, False, True),
+    (torch.bfloat16, 4, 3, True, True),
+    (torch.float16, 2, 2, False, False),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, (torch.float64, 4, 2, True, True)], ids=str)
+def test_a_step_continues_the_accepted_inputs(case: Any) -> None:
+    follow("cpu", *case)
+
+
+def test_in_the_interpreter() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_conv\ntest_conv.by_triton('cpu')"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_cuda() -> None:
+    by_triton("cuda")
+
+
+def by_triton(device: str) -> None:
+    """All cases by the kernel, as the number of its calls shows."""
+    calls, real = [], triton.convolve
+    triton.convolve = lambda *args: calls.append(1) or real(*args)  # pyright: ignore[reportAttributeAccessIssue]
+    for case in CASES:
+        follow(device, *case)
+    triton.convolve = real  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(calls) == 14 * len(CASES)
+
+
+def test_many_channels_and_rows_a_program() -> None:
+    """Every program's block and a ragged last one, against torch."""
+    code = """
+import torch
+from replayssm import StatePool
+from replayssm.backends import triton
+pools = [StatePool(70, fold_every=4, window=2) for _ in range(2)]
+a, b = (pool.add_conv(300) for pool in pools)
+x, weight, slots = torch.randn(70, 300, 2), torch.randn(300, 4), torch.arange(70, dtype=torch.int32)
+y = a.convolve(x, slots, weight)
+triton.unusable = lambda device: "not now"
+torch.testing.assert_close(y, b.convolve(x, slots, weight))
+assert torch.equal(a.x, b.x)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_node_of_a_graph() -> None:
+    pool = StatePool(2, fold_every=4, window=2)
+    conv, slots, weight = pool.add_conv(6), torch.tensor([1, 0], dtype=torch.int32), torch.randn(6, 4)
+    other = StatePool(2, fold_every=4, window=2).add_conv(6)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x: conv.convolve(x, slots, weight, silu=True) * 2, fullgraph=True, backend="aot_eager"
+    )
+    for T in (2, 1):
+        x = torch.randn(2, 6, T)
+        torch.testing.assert_close(compiled(x), other.convolve(x, slots, weight, silu=True) * 2)
+        assert torch.equal(conv.x, other.x)
+
+
+@pytest.mark.parametrize("weight, bias", [((6, 3), None), ((5, 4), None), ((6, 4), (5,))])
+def test_weights_of_another_shape_are_refused(weight: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
+    conv = StatePool(1).add_conv(6)
+    b = None if bias is None else torch.zeros(bias)
+    with pytest.raises(ValueError, match=r"expected weight \[channels=6, W=4\]"):
+        conv.convolve(torch.zeros(1, 6, 1), torch.zeros(1, dtype=torch.int32), torch.zeros(weight), b)
+
+
+def test_another_activation_is_the_models_own() -> None:
+    def original(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        assert activation == "gelu"
+        return F.gelu(F.conv1d(F.pad(x, (3, 0)), weight[:, None], bias, groups=6))
+
+    pools = [StatePool(2, window=2) for _ in range(2)]
+    conv, other = (pool.add_conv(6) for pool in pools)
+    slots, weight = torch.arange(2, dtype=torch.int32), torch.randn(6, 4)
+    names = ("hidden_states", "weight", "bias", "activation")
+    for T in (2, 1):
+        x = torch.randn(2, 6, T)
+        handle = ConvHandle(conv, x, slots)
+        got = convolve(handle, Call(original, names, (handle, weight, None), {"activation": "gelu"}))
+        torch.testing.assert_close(got, F.gelu(other.convolve(x, slots, weight)))
+
+
+def test_experts_are_grouped_for_many_tokens_only() -> None:
+    from replayssm import attach
+
+    model = BUILDERS["qwen3_5_moe"]().to(torch.bfloat16)
+    attach(model)
+    model.set_experts_implementation("grouped_mm")
+    cache = StaticReplayCache(model, 8)
+    model.set_experts_implementation("batched_mm")  # as generate does for its steps
+    seen = []
+    for B in (1, 8):
+        with grouped_experts(model, {"cache": cache, "input_ids": torch.zeros(B, 1, dtype=torch.long)}):
+            seen.append(set(model.get_experts_implementation().values()))
+        assert set(model.get_experts_implementation().values()) == {"batched_mm"}
+    assert seen == [{"batched_mm"}, {"grouped_mm"}]
+    asked = StaticReplayCache(model, 8)  # of a user who wants it so
+    with grouped_experts(model, {"cache": asked, "input_ids": torch.zeros(8, 1, dtype=torch.long)}):
+        assert set(model.get_experts_implementation().values()) == {"batched_mm"}
