@@ -103,3 +103,15 @@ def test_kernels_by_what_they_are_for() -> None:
         "triton_poi_fused_copy_5": "rest",
     }  # fmt: skip
     assert {kernel: e2e.part(kernel) for kernel in kernels} == kernels
+
+
+def test_the_floor_has_the_experts_that_tokens_meet() -> None:
+    with torch.device("meta"):
+        config = models.CONFIGS["kimi-linear-48b-a3b"](4)
+        model: Any = models.transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    experts = sum(p.numel() * 2 for name, p in model.named_parameters() if p.dim() == 3 and ".experts." in name)
+    assert 0 < experts < total and (config.num_experts, config.num_experts_per_token) == (256, 8)
+    for tokens in (1, 32):
+        met = experts * (1 - (31 / 32) ** tokens)
+        assert e2e.weights_read(model, tokens) == pytest.approx(total - experts + met)

@@ -49,7 +49,8 @@ class Row:
 
     ms: median over windows of whole fold cycles; lowest, highest: of these windows. peak_bytes: of device memory, and
     None on a CPU. floor_ms: weights and recurrent states, read once at the memory's speed. parts: milliseconds of GPU
-    work by what it is for, and idle, from a profile of one cycle; None on a CPU. first_ms: the prompt.
+    work by what it is for, and idle, from a profile of one cycle; None on a CPU. first_ms: the prompt. Of experts
+    the floor has those that the step's tokens meet, see :func:`weights_read`.
     warm_s: the first text, compilation included.
     """
 
@@ -181,11 +182,12 @@ def measure(
         parts["idle"] = max(0.0, ms - sum(parts.values()))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     states = state_bytes(model.config, batch, state_dtype)
+    floor = (weights_read(model, batch * T) + states) / read * 1e3
     return Row(
         model=name, layers=model.config.num_hidden_layers, variant=variant, dtype=str(model.dtype)[6:],
         state_dtype=str(state_dtype)[6:], batch=batch, T=T, prompt=prompt, ms=ms, lowest=min(windows),
         highest=max(windows), tokens_per_s=batch * stay / ms * 1e3, peak_bytes=peak, weight_bytes=weights,
-        state_bytes=states, floor_ms=(weights + states) / read * 1e3, first_ms=first, warm_s=warm, launches=launches,
+        state_bytes=states, floor_ms=floor, first_ms=first, warm_s=warm, launches=launches,
         parts=parts,
     )  # fmt: skip
 
@@ -230,6 +232,23 @@ def _parts(text: Callable[[Stamps], Stamps], device: torch.device, window: int) 
         parts[part(event.key)] += event.self_device_time_total / window / 1e3
         launches += event.count
     return launches / window, parts
+
+
+def weights_read(model: Any, tokens: int) -> float:
+    """Bytes of the weights that a step of ``tokens`` tokens must read: of E experts, where each token goes to k of them
+    at random, ``E (1 - (1 - k / E)^tokens)``."""
+    config = model.config.get_text_config(decoder=True)
+    k = next((getattr(config, name) for name in _EXPERTS_A_TOKEN if getattr(config, name, None)), 0)
+    total = float(sum(p.numel() * p.element_size() for p in model.parameters()))
+    for module in model.modules():
+        experts = getattr(module, "num_experts", 0)
+        for x in module.parameters(recurse=False):
+            if k and experts and x.dim() == 3 and x.shape[0] == experts:
+                total -= x.numel() * x.element_size() * (1 - k / experts) ** tokens
+    return total
+
+
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
 
 def state_bytes(config: Any, batch: int, dtype: torch.dtype) -> int:

@@ -5,7 +5,8 @@ that they meet gets a coefficient. Of a draft tree's tokens they meet their ance
 before the exponential is taken: errors of exponentials would multiply up. Sums are over suffixes, never differences of
 prefix sums.
 
-What is written here is read once by the second launch, so caches are asked to keep it while states stream through.
+Of one token, what is written here is small, and caches are asked to keep it for the second launch while states stream
+through; of more, that takes them more room than it is worth (docs/log.md).
 
 Where q and k come without their norm (EPS), its factor goes into the coefficients of each, and a key's into the w of
 its row; so the state is read with, and the ring keeps, what came."""
@@ -125,6 +126,7 @@ def _by_head(
     W: tl.constexpr = 32 // INPUT.primitive_bitwidth
     FEW: tl.constexpr = W == 1 and X <= 8  # more of them do not fit into registers
     C: tl.constexpr = 16 * W
+    KEEP: tl.constexpr = "evict_last" if T == 1 else ""
     o_j, o_t, i_row = tl.arange(0, BT), o_x % T, (i_head + o_r) % R
     xs, news, olds = (), (), ()
     for i in tl.static_range(BK // C):
@@ -185,7 +187,7 @@ def _by_head(
         if EPS > 0:
             b_e *= _at(b_factor, o_x, x)
         b_far = scores[x][None, :] * (b_keep * b_e[:, None])
-        tl.store(p_work[:, None] + x * BR + o_r[None, :], b_far, mask=m_h[:, None], eviction_policy="evict_last")
+        tl.store(p_work[:, None] + x * BR + o_r[None, :], b_far, mask=m_h[:, None], eviction_policy=KEEP)
     tl.store(p_keep[:, None] + o_r[None, :], b_keep, mask=m_h[:, None] & (o_r < BR * due)[None, :])
     tl.store(p_keep + BR, tl.exp(b_all), mask=tl.arange(0, BG) < GROUP * due)
     return b_unit
@@ -199,6 +201,7 @@ def _by_channel(
     EPS: tl.constexpr,
 ):  # fmt: skip
     """All vectors in one block [BX, NC, BC], as they decay by channel; four ring rows at a time."""
+    KEEP: tl.constexpr = "evict_last" if T == 1 else ""
     o_t, m_x = o_x % T, (o_x < X)[:, None, None] & m_k[None, :, :]
     b_at, b_unit = o_t, tl.full(o_x.shape, 1.0, tl.float32)
     b_x = tl.load(p_x[:, None, None] + o_k[None, :, :], mask=m_x, other=0.0).to(tl.float32)
@@ -233,14 +236,12 @@ def _by_channel(
         b_far = tl.join(tl.join(ones[0], ones[2]), tl.join(ones[1], ones[3]))  # [BX, 2, 2]
         b_far = tl.reshape(b_far, [o_x.shape[0], 4]) * b_keep[None, :]
         m_far = (o_x < X)[:, None] & (o_old >= 0)[None, :]
-        tl.store(p_work + o_x[:, None] * BR + o_old[None, :], b_far, mask=m_far, eviction_policy="evict_last")
+        tl.store(p_work + o_x[:, None] * BR + o_old[None, :], b_far, mask=m_far, eviction_policy=KEEP)
     m_dead = (o_x < X)[:, None] & (o_r >= n)[None, :]
     tl.store(p_work + o_x[:, None] * BR + o_r[None, :], tl.zeros([o_x.shape[0], BR], tl.float32), mask=m_dead)
     b_keep = tl.load(p_rw + (i_head + o_r) % R, mask=o_r < n, other=0.0)
     b_decay = tl.exp(b_back)
-    tl.store(
-        p_out[None, :, :] + o_x[:, None, None] * K, b_x * b_decay[None, :, :], mask=m_x, eviction_policy="evict_last"
-    )
+    tl.store(p_out[None, :, :] + o_x[:, None, None] * K, b_x * b_decay[None, :, :], mask=m_x, eviction_policy=KEEP)
     tl.store(p_work + X * (BR + T + 1) + o_r, b_keep, mask=o_r < BR * due)
     tl.store(p_decay, b_decay, mask=o_k < K * due)
     return b_unit
