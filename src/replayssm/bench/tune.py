@@ -28,10 +28,8 @@ class Tuned:
 
     @property
     def line(self) -> str:
-        """For `launch_config` in backends/triton/config.py: (erase, channel, state bits, one token): configuration."""
-        recurrence, bits = self.case.shape.recurrence, self.case.dtype.itemsize * 8
-        key = (recurrence.erase, recurrence.channel, bits, self.case.T == 1)
-        return f"    {key}: {self.config!r},  # {self.case}: {self.us:.1f} us, x {self.x:.2f}"
+        """For a person, who may put it into ``launch_config`` of backends/triton/config.py."""
+        return f"{self.case}: {self.us:.1f} us, x {self.x:.2f}, {self.config!r}"
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""

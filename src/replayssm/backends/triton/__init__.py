@@ -74,10 +74,12 @@ def config(layer: LayerState, B: int, T: int) -> LaunchConfig:
 
 def describe(layer: LayerState, B: int, T: int) -> str:
     """In how many launches :func:`verify` does it, and why."""
-    states = B * layer.HV * layer.V * layer.K * layer.ckpt.element_size() / 1e6
-    if config(layer, B, T).launches == 2:
-        return f"two launches: one of {T} tokens and {states:.0f} MB of states would not be faster"
-    return "one launch: " + ("every step folds" if layer.ring.limit == 0 else f"the states take {states:.0f} MB only")
+    states = f"{B * layer.HV * layer.V * layer.K * layer.ckpt.element_size() / 1e6:.0f} MB of states"
+    if config(layer, B, T).launches == 1:
+        return "one launch: every step folds" if layer.ring.limit == 0 else f"one launch: it reads {states} only"
+    if T > 1 or layer.recurrence.channel:
+        return "two launches: one alone serves one token with a decay by head, or with a fold at every step"
+    return f"two launches: with {states} one alone would not be faster"
 
 
 def launch_verify(
