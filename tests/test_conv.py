@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import BUILDERS
+from tiny_models import build
 from torch import Tensor
 
 from replayssm import StatePool
 from replayssm.backends import triton
+from replayssm.hf import captured
 from replayssm.hf.adapters import Call, convolve
 from replayssm.hf.captured import grouped_experts
 from replayssm.hf.handle import ConvHandle
@@ -87,9 +88,11 @@ def by_triton(device: str) -> None:
     """All cases by the kernel, as the number of its calls shows."""
     calls, real = [], triton.convolve
     triton.convolve = lambda *args: calls.append(1) or real(*args)  # pyright: ignore[reportAttributeAccessIssue]
-    for case in CASES:
-        follow(device, *case)
-    triton.convolve = real  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        for case in CASES:
+            follow(device, *case)
+    finally:
+        triton.convolve = real  # pyright: ignore[reportAttributeAccessIssue]
     assert len(calls) == 14 * len(CASES)
 
 
@@ -102,7 +105,10 @@ from replayssm.backends import triton
 pools = [StatePool(70, fold_every=4, window=2) for _ in range(2)]
 a, b = (pool.add_conv(300) for pool in pools)
 x, weight, slots = torch.randn(70, 300, 2), torch.randn(300, 4), torch.arange(70, dtype=torch.int32)
+calls, real = [], triton.convolve
+triton.convolve = lambda *args: calls.append(1) or real(*args)
 y = a.convolve(x, slots, weight)
+assert calls
 triton.unusable = lambda device: "not now"
 torch.testing.assert_close(y, b.convolve(x, slots, weight))
 assert torch.equal(a.x, b.x)
@@ -150,10 +156,73 @@ def test_another_activation_is_the_models_own() -> None:
         torch.testing.assert_close(got, F.gelu(other.convolve(x, slots, weight)))
 
 
-def test_experts_are_grouped_for_many_tokens_only() -> None:
-    from replayssm import attach
+def test_slots_with_a_stride_are_those_of_their_values() -> None:
+    code = """
+import torch
+from replayssm import GDN, LayerSpec, StatePool, ops
+from replayssm.testing import make_inputs
+pools = [StatePool(6, fold_every=4) for _ in range(2)]
+layers, convs = [pool.add_layer(LayerSpec(GDN, 1, 1, 16, 16)) for pool in pools], [pool.add_conv(6) for pool in pools]
+strided = torch.tensor([0, 5, 3, 5], dtype=torch.int32)[::2]
+inputs, new, weight = make_inputs(GDN, 2, 1, 1, 1, 16, 16, torch.float32), torch.randn(2, 6, 1), torch.randn(6, 4)
+for pool, layer, conv, slots in zip(pools, layers, convs, (strided, strided.contiguous())):
+    for _ in range(5):
+        ops.verify(layer, *inputs, slots=slots, backend="triton")
+        conv.convolve(new, slots, weight)
+        pool.commit(slots, 1)
+    ops.fold([layer], slots, backend="triton")
+assert all(torch.equal(a, b) for a, b in zip(layers[0].tensors.values(), layers[1].tensors.values()))
+assert torch.equal(convs[0].x, convs[1].x) and not layers[0].ckpt[[1, 2, 4, 5]].any()
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
-    model = BUILDERS["qwen3_5_moe"]().to(torch.bfloat16)
+
+@pytest.mark.parametrize("slots, dtype", [([0, 1], torch.int64), ([1, 1], torch.int32)])
+def test_slots_are_checked(slots: list[int], dtype: torch.dtype) -> None:
+    conv = StatePool(2).add_conv(6)
+    with pytest.raises((TypeError, ValueError), match="conv: "):
+        conv.convolve(torch.zeros(2, 6, 1), torch.tensor(slots, dtype=dtype), torch.zeros(6, 4))
+
+
+def test_no_gradient_and_no_token() -> None:
+    conv, slots = StatePool(2).add_conv(6), torch.arange(2, dtype=torch.int32)
+    x, weight = torch.randn(2, 6, 1, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    assert not conv.convolve(x, slots, weight).requires_grad and not conv.x.requires_grad
+    conv.extend(x, slots)
+    assert not conv.x.requires_grad
+    assert conv.convolve(x[..., :0], slots, weight).shape == (2, 6, 0)
+
+
+@torch.no_grad()
+def test_a_chunk_that_failed_leaves_the_convolution_as_it_was() -> None:
+    from replayssm import attach, detach
+
+    ids = torch.randint(3, 100, (2, 11), generator=torch.Generator().manual_seed(0))
+    want = build("qwen3_5")(ids, use_cache=False).logits
+    model = attach(build("qwen3_5"), fold_every=4)
+    cache = StaticReplayCache(model, 64)
+
+    def off(i: int, j: int) -> float:
+        positions = torch.arange(i, j)[None].expand(2, -1)
+        return float((model(ids[:, i:j], cache=cache, position_ids=positions).logits - want[:, i:j]).abs().max())
+
+    assert max(off(0, 5), off(5, 6)) < 1e-4
+    detach(model)
+    with pytest.raises(RuntimeError, match="not attached"):
+        off(6, 10)
+    attach(model, fold_every=4)
+    assert max(off(6, 7), off(7, 9), off(9, 10), off(10, 11)) < 1e-4
+    detach(model)
+
+
+def test_experts_are_grouped_for_many_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from replayssm import attach, detach
+
+    model = build("qwen3_5_moe").to(torch.bfloat16)
+    assert not captured._groups(model)  # on a CPU
+    monkeypatch.setattr(captured, "_groups", lambda model: True)
     attach(model)
     model.set_experts_implementation("grouped_mm")
     cache = StaticReplayCache(model, 8)
@@ -167,3 +236,4 @@ def test_experts_are_grouped_for_many_tokens_only() -> None:
     asked = StaticReplayCache(model, 8)  # of a user who wants it so
     with grouped_experts(model, {"cache": asked, "input_ids": torch.zeros(8, 1, dtype=torch.long)}):
         assert set(model.get_experts_implementation().values()) == {"batched_mm"}
+    detach(model)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm import checks
 from replayssm.backends import triton
 from replayssm.ring import Ring, without_padding
 
@@ -48,8 +49,8 @@ class ConvWindow:
         """Records the inputs ``new [B, channels, T]`` as :meth:`extend` does, and returns their causal convolution,
         ``[B, channels, T]``, with ``weight [channels, W]`` and ``bias [channels]``.
 
-        Rounded to weight's dtype, then with ``silu`` ``y / (1 + exp(-y))``, then to new's. On a GPU with Triton one
-        launch; under torch.compile one node of the graph.
+        Rounded to weight's dtype, then with ``silu`` ``y / (1 + exp(-y))``, then to new's. It has no gradient. slots:
+        int32 ``[B]``, each at most once. On a GPU with Triton one launch; under torch.compile one node of the graph.
         """
         if tuple(weight.shape) != (new.shape[1], self.width) or (bias is not None and bias.shape != weight.shape[:1]):
             raise ValueError(
@@ -57,6 +58,9 @@ class ConvWindow:
                 f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
             )
         self._check(new, slots)
+        new, weight, bias = new.detach(), weight.detach(), None if bias is None else bias.detach().to(weight.dtype)
+        if new.shape[2] == 0:
+            return torch.empty_like(new)
         if not torch.compiler.is_compiling():
             return self._convolve(new, slots, weight, bias, silu)
         ring = self.ring
@@ -65,6 +69,7 @@ class ConvWindow:
         return out.transpose(1, 2)
 
     def _convolve(self, new: Tensor, slots: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        checks.check_slots("conv", slots, self.ring.N, self.x.device)
         fits = new.shape[2] <= self.ring.window and torch.float64 not in (new.dtype, self.x.dtype, weight.dtype)
         if fits and triton.unusable(self.x.device) is None:
             ring = self.ring
@@ -113,7 +118,7 @@ class ConvWindow:
         rows, index, _, alive = without_padding(slots)
         index, column = index[:, None], column[rows]
         kept = self.x[index, :, column]
-        new = new[rows].transpose(1, 2).to(self.x.dtype)
+        new = new.detach()[rows].transpose(1, 2).to(self.x.dtype)
         self.x[index, :, column] = torch.where(alive[:, None, None], new, kept)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from replayssm import gates
-from replayssm.hf.handle import ConvHandle, Handle
+from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient
 from replayssm.layer import LayerSpec
 from replayssm.recurrence import GDN, KDA, MAMBA2, Recurrence
 
@@ -153,6 +153,7 @@ def _mamba2(handle: Handle, x: Tensor, w: Tensor, A: Tensor, B: Tensor, C: Tenso
 def convolve(handle: ConvHandle, call: Call) -> Tensor:
     """Adapter of ``causal_conv1d_fn``: a step's inputs, recorded and convolved by the cache's window."""
     weight, bias, activation = (call.get(name) for name in ("weight", "bias", "activation"))
+    refuse_gradient(handle.x, weight)
     if activation not in (None, "silu", "swish"):
         full = handle.window.extend(handle.x, handle.slots)
         return call.original(full, weight, bias, activation)[:, :, -handle.x.shape[2] :]

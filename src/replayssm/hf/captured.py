@@ -196,9 +196,7 @@ def grouped_experts(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[
     generate has each token's experts copied instead, weights and all, which pays for few tokens only."""
     now, asked = model.get_experts_implementation(), inputs["cache"].experts
     changed = {key: kind for key, kind in asked.items() if kind == "grouped_mm" and now.get(key) == "batched_mm"}
-    # Other weights go through a function that reads from the device, which no graph can.
-    grouped = model.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
-    if not changed or not grouped or inputs["input_ids"].numel() <= FEW_ROUTED:
+    if not changed or not _groups(model) or inputs["input_ids"].numel() <= FEW_ROUTED:
         yield
         return
     model.set_experts_implementation(now | changed)
@@ -206,6 +204,14 @@ def grouped_experts(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[
         yield
     finally:
         model.set_experts_implementation(now)
+
+
+def _groups(model: PreTrainedModel) -> bool:
+    """Whether torch's grouped product keeps to the device: of bfloat16, on NVIDIA's Hopper and data center Blackwell.
+    Elsewhere it reads the groups' sizes, which no graph can."""
+    if model.device.type != "cuda" or torch.version.cuda is None or not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    return model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
 
 
 def attend(

@@ -63,7 +63,7 @@ class StaticState:
         self.states: dict[int, LayerState] = {}
         self.specs: dict[int, LayerSpec] = {}
         self.width, self.convs = 1, dict[int, ConvWindow]()
-        self._inputs: dict[int, Tensor] = {}  # of convolutions, until their layer's memory is there
+        self._inputs: dict[int, Tensor] = {}  # of convolutions, until their layer comes to its recurrence
         self.started = False
         self.purpose = "static cache"
         self.turn = 0  # forwards that were not compiled: a text begins, or goes on after its prompt grew
@@ -90,15 +90,13 @@ class StaticState:
     def conv(self, layer: int, x: Tensor, kernel: int) -> Tensor:
         """The inputs ``x [B, channels, T]`` of a mixer's own convolution: of a step a :class:`ConvHandle`; else, behind
         those before them, to be convolved by the model."""
-        if not self.started:
-            self.width = kernel
-            self._inputs[layer] = x
-            return x
-        if x.shape[2] <= self._pool.ring.window:
+        if self.started and x.shape[2] <= self._pool.ring.window:
+            self._inputs.pop(layer, None)  # of a forward that failed before this layer's recurrence
             return ConvHandle(self.convs[layer], x, self.slots)  # pyright: ignore[reportReturnType]
-        window = self.convs[layer]
-        full = torch.cat([window.before(self.slots).to(x.dtype), x], 2)
-        window.seed(full, self.slots)
+        full = x
+        if self.started:
+            full = torch.cat([self.convs[layer].before(self.slots).to(x.dtype), x], 2)
+        self.width, self._inputs[layer] = kernel, full.detach()
         return full
 
     def layer(self, layer: int, spec: LayerSpec) -> LayerState:
@@ -137,6 +135,7 @@ class StaticState:
         """Forgets the sequences; the memory stays."""
         if self.pool is not None:
             self.pool.reset(self.slots)
+        self._inputs.clear()
         self.started = self._open = False
 
     def check_batch(self, B: int) -> None:
@@ -190,9 +189,9 @@ class StaticState:
             stay(self.convs[layer].x)
         window = self.convs[layer]
         if x.shape[2] == 1:  # a prompt of one token is replayed, so the cursors will move past it
-            window.extend(x.detach(), self.slots)
+            window.extend(x, self.slots)
         else:
-            window.seed(x.detach(), self.slots)
+            window.seed(x, self.slots)
 
     @torch.compiler.disable
     def _explain(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndStaticFullAttentionLayer, StaticLayer
@@ -135,6 +136,8 @@ def check_static(model: PreTrainedModel) -> None:
     """Raises ValueError where the drafts of ``model`` cannot be verified with fixed memory."""
     if getattr(model, "_replayssm", None) is None:
         raise ValueError(f"replayssm: static=True needs a model that is attached; {type(model).__name__} is not")
+    if "cache" not in inspect.signature(type(model).forward).parameters:
+        raise ValueError(f"replayssm: static=True needs transformers 5.24 or newer; got {transformers.__version__}")
     try:
         check_trees(model)  # its conditions are ours: attention that takes positions and a mask
     except ValueError:

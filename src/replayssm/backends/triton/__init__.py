@@ -101,6 +101,7 @@ def launch_verify(
     from replayssm.backends.triton.prepare import prepare_kernel
 
     B, T = v.shape[:2]
+    slots = slots.contiguous()
     H, HV, K, V, R = layer.H, layer.HV, layer.K, layer.V, layer.ring.R
     channel, erase, device = layer.recurrence.channel, layer.recurrence.erase, v.device
     if q.dtype != k.dtype or q.dtype == torch.float64:  # read as one block
@@ -172,7 +173,7 @@ def launch_single(
     g = _dense(g) if layer.recurrence.channel else g
     BK = power_of_2(K, 16)
     step_kernel[(B * HV * -(-V // config.BV),)](
-        q, k, v, w, g, out, slots, *layer.tensors.values(), layer.ring.head, layer.ring.count,
+        q, k, v, w, g, out, slots.contiguous(), *layer.tensors.values(), layer.ring.head, layer.ring.count,
         *(s for x in (q, k, v, w, g, out) for s in x.stride()[:2]),
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=H, HV=HV, K=K, V=V, R=layer.ring.R, LIMIT=layer.ring.limit, CHANNEL=layer.recurrence.channel,
@@ -187,7 +188,7 @@ def fold(layer: LayerState, slots: Tensor, n: Tensor) -> None:
 
     BV = min(64, power_of_2(layer.V, 16))
     fold_kernel[(-(-layer.V // BV), layer.HV, slots.numel())](
-        slots, n.to(torch.int32).contiguous(), *layer.tensors.values(), layer.ring.head,
+        slots.contiguous(), n.to(torch.int32).contiguous(), *layer.tensors.values(), layer.ring.head,
         *(s for x in layer.tensors.values() for s in x.stride()[:2]),
         H=layer.H, HV=layer.HV, K=layer.K, V=layer.V, R=layer.ring.R, CHANNEL=layer.recurrence.channel,
         UPCAST=layer.ckpt.device.type == "cpu", BK=power_of_2(layer.K, 16), BV=BV, BF=16,
@@ -206,7 +207,7 @@ def convolve(
     out = new.new_empty(B, T, channels)
     BB, BC = (4 if B >= 64 else 1), min(256, power_of_2(channels, 32))  # of a sweep on an H200
     convolve_kernel[(-(-channels // BC), -(-B // BB))](
-        new, window, weight, weight if bias is None else bias, out, slots, head, count,
+        new, window, weight, weight if bias is None else bias, out, slots.contiguous(), head, count,
         B, *new.stride(), *window.stride(), *weight.stride(), 1 if bias is None else bias.stride(0),
         CH=channels, T=T, C=window.shape[2], W=weight.shape[1], BIAS=bias is not None, SILU=silu, BB=BB, BC=BC,
         num_warps=4, **FUSED,
