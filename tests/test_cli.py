@@ -107,7 +107,8 @@ def test_demo_exits_1_and_says_where_the_texts_part(
 
 
 def test_the_comparison_of_a_gpu_has_caches_of_fixed_size() -> None:
-    """Run here without a graph: the same texts and bytes as with caches that grow."""
+    """Run here without a graph: the same texts as with caches that grow, and the same bytes but for convolutions, whose
+    windows have to divide the ring's rows."""
     from replayssm.cli.checkpoint import load
 
     found, said = {}, []
@@ -119,7 +120,8 @@ def test_the_comparison_of_a_gpu_has_caches_of_fixed_size() -> None:
         found[static] = comparison.run()
         assert getattr(comparison.models["replay"], "_replayssm", None) is None, "left attached"
     assert found[False].identical and found[True].identical
-    for name in ("bytes_per_sequence", "stock_bytes_per_sequence", "state_bytes_per_token", "drafts_accepted"):
+    assert 1 <= found[True].bytes_per_sequence / found[False].bytes_per_sequence < 1.05
+    for name in ("stock_bytes_per_sequence", "state_bytes_per_token", "drafts_accepted"):
         assert getattr(found[False], name) == getattr(found[True], name), name
     assert "ReplaySSM writes, compiling first" in said
 
