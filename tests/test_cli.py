@@ -323,9 +323,9 @@ def test_interrupt_keeps_what_was_written(checkpoint: Path, tmp_path: Path, monk
         time.sleep(3 if compiling else 0.2)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert len(first + out) > 1 and out.endswith(b"\n")
-    assert b"Traceback" not in err and b" token" in err and err.endswith(b"\nreplayssm: interrupted\n")
+    assert process.returncode == 130, err.decode()
+    assert len(first + out) > 1 and out.endswith(b"\n"), (first + out, err)
+    assert b"Traceback" not in err and b" token" in err and err.endswith(b"\nreplayssm: interrupted\n"), err.decode()
 
 
 INTERRUPTED_IN_A_DESTRUCTOR = """
