@@ -57,6 +57,13 @@ def follow(device: str, dtype: torch.dtype, width: int, window: int, silu: bool,
         pool.commit(index, kept.to(device))
 
 
+def interpreted(code: str) -> None:
+    """Runs it in Triton's interpreter, which is chosen when Triton is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 CASES = [
     (torch.float32, 4, 1, True, False),
     (torch.float32, 3, 4, False, True),
@@ -74,9 +81,7 @@ def test_in_the_interpreter() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_conv\ntest_conv.by_triton('cpu')"
     )
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(code)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -113,9 +118,7 @@ triton.unusable = lambda device: "not now"
 torch.testing.assert_close(y, b.convolve(x, slots, weight))
 assert torch.equal(a.x, b.x)
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(code)
 
 
 def test_one_node_of_a_graph() -> None:
@@ -174,9 +177,7 @@ for pool, layer, conv, slots in zip(pools, layers, convs, (strided, strided.cont
 assert all(torch.equal(a, b) for a, b in zip(layers[0].tensors.values(), layers[1].tensors.values()))
 assert torch.equal(convs[0].x, convs[1].x) and not layers[0].ckpt[[1, 2, 4, 5]].any()
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpreted(code)
 
 
 @pytest.mark.parametrize("slots, dtype", [([0, 1], torch.int64), ([1, 1], torch.int32)])

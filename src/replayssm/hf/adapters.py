@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from replayssm import gates
-from replayssm.hf.handle import ConvHandle, Handle, refuse_gradient
+from replayssm.hf.handle import ConvHandle, Handle, PathHandle, refuse_gradient
 from replayssm.layer import LayerSpec
 from replayssm.recurrence import GDN, KDA, MAMBA2, Recurrence
 
@@ -151,8 +152,12 @@ def _mamba2(handle: Handle, x: Tensor, w: Tensor, A: Tensor, B: Tensor, C: Tenso
 
 
 def convolve(handle: ConvHandle, call: Call) -> Tensor:
-    """Adapter of ``causal_conv1d_fn``: a step's inputs, recorded and convolved by the cache's window."""
+    """Adapter of ``causal_conv1d_fn``: a step's inputs, recorded and convolved by the cache's window, or a tree's."""
     weight, bias, activation = (call.get(name) for name in ("weight", "bias", "activation"))
+    if isinstance(handle, PathHandle):
+        out = (handle.windows.to(weight.dtype) * weight[:, None]).sum(-1)
+        out = out if bias is None else out + bias[:, None]
+        return (out if activation is None else ACT2FN[activation](out)).to(handle.windows.dtype)
     refuse_gradient(handle.x, weight)
     if activation not in (None, "silu", "swish"):
         full = handle.window.extend(handle.x, handle.slots)

@@ -59,6 +59,13 @@ class ConvHandle:
         raise RuntimeError(NOT_ATTACHED)
 
 
+class PathHandle(ConvHandle):
+    """The same for a draft tree's step: ``windows [B, channels, T, W]``, the inputs of each token's path."""
+
+    def __init__(self, windows: Tensor) -> None:
+        self.windows = windows
+
+
 def refuse_gradient(*tensors: Tensor) -> None:
     """Raises RuntimeError where a replayed step is to be differentiated."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from replayssm.backends import for_trees
 from replayssm.hf.cache import ReplayCache
+from replayssm.hf.handle import PathHandle
 from replayssm.hf.state import RecurrentState, Step
 from replayssm.hf.window import Window
 from replayssm.pool import StatePool
@@ -128,14 +129,13 @@ class RaggedState(RecurrentState):
         self._drafts = torch.full((B,), step.replayed)
 
     def conv(self, x: Tensor, layer: int, index: int, kernel: int) -> Tensor:
-        """See the base; of a tree, with the inputs of each token's path as ``replayssm_windows``."""
+        """See the base; of a tree, the inputs of each token's path."""
         full = super().conv(x, layer, index, kernel)
         if self.parents is not None:
             if index or x.dim() != 3:
                 raise ValueError("replayssm: trees are not supported where a layer has several convolutions")
             past = full.shape[2] - x.shape[2]
-            windows = tree_windows(full[..., :past], x, self.parents.to(x.device))
-            full.replayssm_windows = windows  # pyright: ignore[reportAttributeAccessIssue]
+            return PathHandle(tree_windows(full[..., :past], x, self.parents.to(x.device)))  # pyright: ignore
         return full
 
     def verify(self, layer: int, q: Tensor, k: Tensor, v: Tensor, w: Tensor, g: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from replayssm.hf.ragged import RaggedCache, keep_whole, take_columns_back
-from replayssm.hf.trees import ancestors, attention_mask, check_trees, order_attention, tree_convolutions
+from replayssm.hf.trees import ancestors, attention_mask, check_trees, order_attention
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
@@ -91,8 +91,7 @@ class Runner:
             return self._forward(tokens.to(self.device), mask, positions)
         recurrent.parents = parents
         try:
-            with tree_convolutions(self.model):
-                return self._forward(tokens.to(self.device), mask, positions)
+            return self._forward(tokens.to(self.device), mask, positions)
         finally:
             recurrent.parents = None
 

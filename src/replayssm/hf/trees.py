@@ -1,20 +1,13 @@
-"""What a forward over draft trees needs of a transformers model beside its recurrent layers: a mask by ancestors, and
-convolutions along paths."""
+"""What a forward over draft trees needs of a transformers model beside its recurrent layers: a mask by ancestors."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicLayer
 
 SPARSE = ("glm5_next_text", "qwen4_exp_text", "lara_mini")
@@ -68,37 +61,3 @@ def order_attention(cache: Cache, start: int, source: Tensor) -> None:
                 new = x[:, :, start:]
                 index = source.to(x.device)[:, None, :, None].expand_as(new)
                 setattr(extra, name, torch.cat([x[:, :, :start], new.gather(2, index)], 2))
-
-
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def tree_convolutions(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, the function that the model's mixers call for their convolution goes along paths where its input says
-    what they are; see :meth:`replayssm.hf.ragged.RaggedState.conv`. One thread at a time."""
-    module: Any = sys.modules[model._replayssm.kind.module]  # pyright: ignore
-    with _lock:
-        original = module.causal_conv1d_fn
-        module.causal_conv1d_fn = _along_paths(original)
-        try:
-            yield
-        finally:
-            module.causal_conv1d_fn = original
-
-
-def _along_paths(original: Any) -> Any:
-    @functools.wraps(original)
-    def convolution(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        windows = getattr(hidden_states, "replayssm_windows", None)
-        if windows is None:
-            return original(hidden_states, weight, *args, **kwargs)
-        bias, activation = (*args, *(kwargs.get(name) for name in ("bias", "activation")[len(args) :]))
-        out = (windows.to(weight.dtype) * weight[:, None]).sum(-1)
-        if bias is not None:
-            out = out + bias[:, None]
-        if activation is not None:
-            out = ACT2FN[activation](out)
-        return out.to(hidden_states.dtype)
-
-    return convolution
