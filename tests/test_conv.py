@@ -17,9 +17,9 @@ from torch import Tensor
 
 from replayssm import StatePool
 from replayssm.backends import triton
-from replayssm.hf import captured
+from replayssm.hf import experts
 from replayssm.hf.adapters import Call, convolve
-from replayssm.hf.captured import grouped_experts
+from replayssm.hf.experts import grouped_experts
 from replayssm.hf.handle import ConvHandle
 from replayssm.hf.static import StaticReplayCache
 
@@ -222,8 +222,8 @@ def test_experts_are_grouped_for_many_tokens_only(monkeypatch: pytest.MonkeyPatc
     from replayssm import attach, detach
 
     model = build("qwen3_5_moe").to(torch.bfloat16)
-    assert not captured._groups(model)  # on a CPU
-    monkeypatch.setattr(captured, "_groups", lambda model: True)
+    assert not experts._groups(model)  # on a CPU
+    monkeypatch.setattr(experts, "_groups", lambda model: True)
     attach(model)
     model.set_experts_implementation("grouped_mm")
     cache = StaticReplayCache(model, 8)

@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 import replayssm
 from replayssm.auto import FoldEvery
 from replayssm.hf import explain
-from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled, attend, grouped_attention
+from replayssm.hf.attention import attend, grouped_attention
+from replayssm.hf.captured import CAPTURED, CapturedStep, Compiled
 from replayssm.hf.merged import LINEAR
 
 transformers.logging.set_verbosity_error()

@@ -118,7 +118,7 @@ def _mamba(inputs: Inputs) -> tuple[Inputs, dict[str, Tensor]]:
     zeros = torch.zeros(HV, 1, dtype=dt.dtype, device=dt.device).expand(HV, P)
     return inputs, {
         "x": inputs.v[:, 0], "dt": dt[:, 0, :, None].expand(-1, HV, P), "A": A[:, None, None].expand(HV, P, N),
-        "B": inputs.k[:, 0], "C": inputs.q[:, 0], "dt_bias": zeros,
+        "B": inputs.k[:, 0], "C": inputs.q[:, 0], "D": zeros, "dt_bias": zeros,
     }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _mamba_ssm(function: Callable[..., Any], case: Case, inputs: Inputs) -> Step
 def _flashinfer(function: Callable[..., Any], case: Case, inputs: Inputs) -> Step:
     if case.shape.recurrence.name == "mamba2":
         inputs, names = _mamba(inputs)
-        return Step(inputs, lambda S: (function(S, **names, D=names["dt_bias"]), S))
+        return Step(inputs, lambda S: (function(S, **names), S))
     # Its gates are computed in the kernel: beta = sigmoid(b), g = -exp(A_log) * softplus(a + dt_bias).
     b, a = torch.logit(inputs.w.clamp(0.01, 0.99)).to(inputs.v.dtype), (2 * inputs.w - 1).to(inputs.v.dtype)
     zeros = torch.zeros(case.shape.HV, device=a.device)
@@ -161,8 +161,8 @@ def _transformers(function: Callable[..., Any], case: Case, inputs: Inputs) -> S
     """Stock transformers with the copy into its cache; its functions scale q themselves."""
     if case.shape.recurrence.name == "mamba2":
         inputs, names = _mamba(inputs)
-        A, C, dt = names["A"], names["C"], names["dt"]
-        return Step(inputs, lambda S: (function(S, names["x"], dt, A, names["B"], C), S))
+        x = names.pop("x")
+        return Step(inputs, lambda S: (function(S, x, **names), S))
     q, k, v, w, g = inputs
     group = case.shape.HV // case.shape.H
     if group > 1 and case.shape.recurrence.name == "kda":  # its function takes as many key heads as value heads

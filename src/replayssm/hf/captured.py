@@ -10,8 +10,7 @@ between texts is looked at when one begins, see :func:`signature`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
+from replayssm.hf.attention import grouped_attention
+from replayssm.hf.experts import grouped_experts
 from replayssm.hf.merged import Merging
 
 if TYPE_CHECKING:
@@ -43,12 +41,7 @@ CAPTURED = (StaticLayer, LinearAttentionLayer, LinearAttentionAndStaticFullAtten
 WARM = 2
 """Steps before the capture: the first compiles, and all of them allocate what is to stay."""
 
-ATTENTION = "replayssm_grouped"
 LENGTHS = 64  # caches of so many lengths and batches before torch stops compiling
-FEW = 16
-"""Tokens of a step up to which attention goes by batched products."""
-FEW_ROUTED = 4
-"""Tokens of a step, of all texts together, up to which each token's experts are copied."""
 
 
 def refuses(cache: StaticReplayCache, inputs: dict[str, Any]) -> str | None:
@@ -170,86 +163,3 @@ class Compiled:
                 _log.warning("replayssm: projections are not merged: %s", str(error).splitlines()[0])
                 self.merging, self._run = None, torch.compile(self.model.__call__, dynamic=False)
                 return self._run(**inputs)
-
-
-@contextmanager
-def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a model that uses torch's attention runs :func:`attend`. Stock repeats all keys and values for each query
-    head of their group when it is compiled, and so moves them several times. It is set for the time of a call only:
-    what is compiled asks for it, and generate's masks do not."""
-    config: Any = model.config.get_text_config(decoder=True)
-    if config._attn_implementation != "sdpa":
-        yield
-        return
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    config._attn_implementation_internal = ATTENTION  # of this one only, not of what is nested in it
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = "sdpa"
-
-
-@contextmanager
-def grouped_experts(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[None]:
-    """Inside, a step of more than FEW_ROUTED tokens groups them by expert, where ``model`` does so in its prompt.
-    generate has each token's experts copied instead, weights and all, which pays for few tokens only."""
-    now, asked = model.get_experts_implementation(), inputs["cache"].experts
-    changed = {key: kind for key, kind in asked.items() if kind == "grouped_mm" and now.get(key) == "batched_mm"}
-    if not changed or not _groups(model) or inputs["input_ids"].numel() <= FEW_ROUTED:
-        yield
-        return
-    model.set_experts_implementation(now | changed)
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(now)
-
-
-def _groups(model: PreTrainedModel) -> bool:
-    """Whether torch's grouped product keeps to the device: of bfloat16, on NVIDIA's Hopper and data center Blackwell.
-    Elsewhere it reads the groups' sizes, which no graph can."""
-    if model.device.type != "cuda" or torch.version.cuda is None or not hasattr(torch.nn.functional, "grouped_mm"):
-        return False
-    return model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
-
-
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of few tokens ``query [B, heads, T, dim]``: the query heads that share a key are taken as that many
-    tokens more, in two batched products with scores in float32. With so few rows that is faster than torch's fused
-    kernels, which are made for many (docs/log.md). Anything else goes to stock's."""
-    B, heads, T, dim = query.shape
-    shared = key.shape[1]
-    own_heads = attention_mask is not None and attention_mask.shape[1] != 1
-    odd = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
-    causal = T > 1 and attention_mask is None
-    if T > FEW or own_heads or odd or causal:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    groups = heads // shared
-    q, k, v = query.reshape(B * shared, groups * T, dim), key.flatten(0, 1), value.flatten(0, 1)
-    scores = _product(q, k.transpose(1, 2)).view(B, shared, groups, T, -1)
-    scores = scores * (dim**-0.5 if scaling is None else scaling)
-    mask = None if attention_mask is None else attention_mask[:, :, None]
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    weights = scores.softmax(-1).to(v.dtype).view(B * shared, groups * T, -1)
-    out = torch.bmm(weights, v).view(B, heads, T, value.shape[3])
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of batches of matrices, not rounded to 16 bits."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.bmm(a, b, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
-    return torch.bmm(a, b)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from replayssm.hf.experts import read_in_place
+
 LINEAR: Any = torch._C._nn.linear  # pyright: ignore[reportAttributeAccessIssue]
 Names = tuple[str, ...]
 
@@ -59,6 +61,7 @@ class Merging:
         for node in holds:
             if not node.users:
                 graph.graph.erase_node(node)
+        read_in_place(graph)
         graph.graph.lint()
         graph.recompile()
         inputs = [*(inputs[i] for i in used), *map(self._whole, held)]

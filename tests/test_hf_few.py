@@ -1,0 +1,151 @@
+"""What a captured step has in place of stock's for few tokens: attention over latents, experts that are not copied."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_hf_static import prompt
+from tiny_models import BACKEND, build
+from torch import Tensor
+
+import replayssm
+from replayssm.hf.attention import FEW, attend, grouped_attention
+from replayssm.hf.captured import Compiled
+from replayssm.hf.experts import read_in_place
+
+MLA = ("kimi_linear", "glm5_next", "bailing_hybrid")
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+
+
+def expanding(model: Any) -> list[Any]:
+    """The modules of multi-head latent attention."""
+    return [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+
+
+def count_expansions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for each expansion, by the tokens that it is of."""
+    kind, calls = type(expanding(model)[0]), []
+    stock = kind.expand_kv
+
+    def spy(self: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(latents.shape[2])
+        return stock(self, latents, turned)
+
+    monkeypatch.setattr(kind, "expand_kv", spy)
+    return calls
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MLA)
+def test_latents_are_attended_as_they_are_cached(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replayssm.attach(build(name).to(device), fold_every=6, backend=BACKEND)
+    ids = prompt(model, length=12)["input_ids"]
+    cache, calls = replayssm.StaticReplayCache(model, 40), count_expansions(model, monkeypatch)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        assert len(calls) == len(expanding(model)) > 0
+        for tokens in (1, 3):
+            other, x = copy.deepcopy(cache), ids[:, :tokens]
+            want, before = model(x, cache=other).logits, len(calls)
+            with grouped_attention(model):
+                got = model(x, cache=cache).logits
+            assert len(calls) == before
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert not any("expand_kv" in module.__dict__ for module in expanding(model))
+    replayssm.detach(model)
+
+
+def test_many_tokens_and_projections_with_a_hook_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
+    ids = prompt(model, length=FEW + 1)["input_ids"]
+    cache, calls = replayssm.StaticReplayCache(model, 64), count_expansions(model, monkeypatch)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        other, before = copy.deepcopy(cache), len(calls)
+        want = model(ids, cache=other).logits
+        with grouped_attention(model):
+            got = model(ids, cache=cache).logits
+        assert len(calls) == before + 2 * len(expanding(model))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        hooks = [m.kv_b_proj.register_forward_hook(lambda m, x, y: y * 0) for m in expanding(model)]
+        other, before = copy.deepcopy(cache), len(calls)
+        want = model(ids[:, :1], cache=other).logits
+        with grouped_attention(model):
+            got = model(ids[:, :1], cache=cache).logits
+        assert len(calls) == before + 2 * len(expanding(model))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        for hook in hooks:
+            hook.remove()
+    replayssm.detach(model)
+
+
+def test_latent_attention_is_attention() -> None:
+    gen = torch.Generator().manual_seed(0)
+    B, heads, S, rank, plain, turned, dv = 2, 6, 11, 16, 8, 4, 5
+
+    class Latent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kv_b_proj = torch.nn.Linear(rank, heads * (plain + dv), bias=False, dtype=torch.float64)
+
+        def expand_kv(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = self.kv_b_proj(c).view(B, S, heads, plain + dv).transpose(1, 2).split([plain, dv], -1)
+            return torch.cat([k, r.expand(-1, heads, -1, -1)], -1), v
+
+    model = build("kimi_linear")
+    module = Latent()
+    model.own = module
+    c, r = (torch.randn(B, 1, S, n, generator=gen, dtype=torch.float64) for n in (rank, turned))
+    q = torch.randn(B, heads, 3, plain + turned, generator=gen, dtype=torch.float64)
+    mask = torch.rand(B, 1, 3, S, generator=gen) < 0.7
+    mask[..., 0] = True
+    k, v = module.expand_kv(c, r)
+    weights = (q @ k.transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf).softmax(-1)
+    with grouped_attention(model), torch.no_grad():
+        assert module.expand_kv(c, r)[0] is c
+        got, _ = attend(module, q, c, r, mask, scaling=0.3)
+    torch.testing.assert_close(got, (weights @ v).transpose(1, 2).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_picked_matrix_is_read_in_place(transposed: bool, tokens: int) -> None:
+    class Picks(torch.nn.Module):
+        def forward(self, W: Tensor, ids: Tensor, x: Tensor, U: Tensor) -> Tensor:
+            picked = torch.bmm(x[:, None], W[ids]) if transposed else torch.bmm(W[ids], x[:, :, None])
+            return torch.bmm(picked if transposed else picked.mT, U)
+
+    gen = torch.Generator().manual_seed(0)
+    inputs = (torch.randn(7, 6, 6, generator=gen), torch.arange(tokens) % 3, torch.randn(tokens, 6, generator=gen),
+              torch.randn(tokens, 6, 2, generator=gen))  # fmt: skip
+    graph = torch.fx.symbolic_trace(Picks())
+    want = graph(*inputs)
+    read_in_place(graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert sum(node.target is torch.bmm for node in graph.graph.nodes) == 1, "what was not picked stays"
+    torch.testing.assert_close(graph(*inputs), want)
+    rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+    assert graph(*rounded).dtype == torch.bfloat16
+
+
+def test_experts_of_a_step_are_not_copied() -> None:
+    torch.compiler.reset()
+    model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
+    model.set_experts_implementation("batched_mm")  # as generate does for its steps
+    graphs: list[Any] = []
+    step = Compiled(model, lambda graph, inputs: graphs.append(graph) or graph)
+    ids = prompt(model)["input_ids"]
+    cache, other = (replayssm.StaticReplayCache(model, 32) for _ in range(2))
+    with torch.no_grad():
+        for each in (cache, other):
+            model(ids, cache=each)
+        got, want = step(input_ids=ids[:, :1], cache=cache).logits, model(ids[:, :1], cache=other).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    names = [getattr(node.target, "__name__", "") for graph in graphs for node in graph.graph.nodes]
+    experts = sum(hasattr(module, "gate_up_proj") for module in model.modules())
+    assert names.count("_product") == 2 * experts > 0
+    replayssm.detach(model)
