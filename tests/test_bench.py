@@ -15,6 +15,7 @@ from bench_cases import CPU, FAST, TINY, Still, case
 from bench_cases import quick_fixture as quick_fixture
 
 from replayssm import KDA, MAMBA2, backends
+from replayssm.auto import FoldEvery
 from replayssm.backends import torch as torch_backend
 from replayssm.bench import kernels, timing
 from replayssm.bench.gate import WrongKernel, check_case
@@ -29,6 +30,7 @@ from replayssm.traffic import replay_bytes
 KEYS = {
     "recurrence", "shape", "mode", "dtype", "inputs", "batch", "T", "accepted", "R", "backend", "us", "x", "gbps",
     "share", "read_gbps", "plain_us", "plain_x", "speedup", "pools", "config",
+    "taken",
 }  # fmt: skip
 
 
@@ -118,6 +120,19 @@ def test_moved_bytes_are_those_of_traffic(shape: Shape) -> None:
     layer = Rotation(it, CPU).pools[0]
     assert moved_bytes(it, layer) == pytest.approx(4 * replay_bytes(layer))
     assert moved_bytes(replace(it, mode="fold"), layer) > 2 * it.checkpoint_bytes
+
+
+def test_what_the_pool_takes_is_said(
+    quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = Bench(CPU, Still(CPU))
+    assert bench.measure(case()).taken == "replay"
+    monkeypatch.setattr(kernels, "fold_every", lambda spec, rows, device: FoldEvery(1 if rows < 4 else 16, "few"))
+    assert [bench.measure(case(B=B)).taken for B in (2, 4)] == ["plain", "replay"]
+    assert bench.measure(case(mode="verify", B=2)).taken == "replay", "the plain recurrence takes nothing back"
+    assert main(["bench", "--shape", TINY[0].name, "--batch", "2,4", "--mode", "standard", "--no-peers"]) == 0
+    starred = [line.endswith(" *") for line in capsys.readouterr().out.splitlines() if line.startswith(TINY[0].name)]
+    assert starred == [True, False]
 
 
 def test_time_is_a_step_s_and_the_plain_step_is_kept(quick: None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.auto import fold_every
 from replayssm.backends import explain, load
 from replayssm.bench.gate import Verify, WrongKernel, check_backend_case, check_case, draw, plain_case
 from replayssm.bench.shapes import Case, dtype_name
@@ -34,7 +35,7 @@ class Row:
     the checkpoint could be read once. gbps: all bytes that a step must move (checkpoint, ring rows and, where it folds,
     the checkpoint again) over its time; share: of ``read_gbps``, measured in the same run. plain_us: the plain
     recurrence, one token. speedup: of a step's T tokens over as many plain steps; of a fold over one plain step, which
-    reads and writes as much.
+    reads and writes as much. taken: which of the two, "replay" or "plain", ``StatePool.at`` takes for such a step.
     """
 
     recurrence: str
@@ -57,6 +58,7 @@ class Row:
     speedup: float
     pools: int
     config: dict[str, Any] | None = None
+    taken: str = "replay"
 
     @staticmethod
     def of(case: Case, backend: str, timed: Timed, moved: float, plain: Timed, pools: int) -> Row:
@@ -92,6 +94,8 @@ class Bench:
         timed = self.clock.time(layers.folds(run.fold) if case.mode == "fold" else layers.steps(run.verify))
         timed = Timed(timed.seconds / layers.calls, timed.read)
         row = Row.of(case, name, timed, moved_bytes(case, layers.pools[0]), self.plain(case), len(layers.pools))
+        if case.mode == "standard" and fold_every(case.spec, case.batch, self.device).tokens == 1:
+            row = dataclasses.replace(row, taken="plain")
         if name != "triton" or case.mode == "fold":
             return row
         config = importlib.import_module("replayssm.backends.triton").config(layers.pools[0], case.batch, case.T)

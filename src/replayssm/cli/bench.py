@@ -27,7 +27,8 @@ HEAD = (
 NOTE = (
     "us: one step, mean of whole fold cycles. x: over reading the checkpoint once. GB/s: all that a step must move; "
     "share: of\nwhat this machine reads. plain: the recurrence that writes its state each token; speed-up: over one "
-    "such step a token\n(a fold, which takes the place of many: over one)."
+    "such step a token\n(a fold, which takes the place of many: over one). *: StatePool.at and attached models take "
+    "the plain recurrence here."
 )
 
 
@@ -189,6 +190,8 @@ def _line(row: Row) -> str:
     return (
         f"{row.shape:14} {row.mode:8} {row.dtype:8} {row.batch:>4} {row.T:>2} {row.R:>3}  {row.backend:12} "
         f"{row.us:9.1f} {row.x:6.2f} {row.gbps:6.1f} {row.share:5.0%} {row.plain_us:9.1f} {row.speedup:8.2f}"
+        + " *"
+        * (row.taken == "plain")
     )
 
 
