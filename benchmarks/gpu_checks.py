@@ -81,6 +81,7 @@ def jobs(steps: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         walk = f"cuda and triton and {recurrence}"
         yield f"walk {recurrence}", [*PYTEST, "tests/test_walk.py", "-k", walk], {"WALK_STEPS": str(steps // 4)}
     yield "test_conv", [*PYTEST, "tests/test_conv.py", "-k", "cuda"], {}
+    yield "test_hf_few", [*PYTEST, "tests/test_hf_few.py", "-k", "cuda"], {}
     yield "test_speculative_tree", [*PYTEST, "tests/test_speculative_tree.py", "-k", "cuda"], {}
     yield "verify", [sys.executable, "-m", "replayssm", "verify"], {}
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"

@@ -10,6 +10,7 @@ import torch
 from test_hf_static import prompt
 from tiny_models import BACKEND, build
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import replayssm
 from replayssm.hf.attention import FEW, attend, grouped_attention
@@ -130,6 +131,20 @@ def test_a_picked_matrix_is_read_in_place(transposed: bool, tokens: int) -> None
     torch.testing.assert_close(graph(*inputs), want)
     rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
     assert graph(*rounded).dtype == torch.bfloat16
+
+
+def test_the_vector_is_made_once_and_not_for_each_row() -> None:
+    class Fed(torch.nn.Module):
+        def forward(self, W: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+            return torch.bmm(W[ids], torch.nn.functional.silu(x)[:, :, None])
+
+    graph = torch.fx.symbolic_trace(Fed())
+    read_in_place(graph)
+    graph.recompile()
+    traced = make_fx(graph)(torch.randn(7, 6, 6), torch.arange(3), torch.randn(3, 6))
+    kept = [node for node in traced.graph.nodes if node.target is torch.ops.aten.as_strided.default]
+    assert len(kept) == 1, "the strides at which Inductor stops"
+    assert "silu" in str(kept[0].args[0].args[0]) or "silu" in str(kept[0].args[0])
 
 
 def test_experts_of_a_step_are_not_copied() -> None:

@@ -68,5 +68,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[1] != 1 and b.shape[2] != 1:
         return torch.bmm(a, b)
     if a.shape[1] == 1:
-        return (a.mT.float() * b.float()).sum(1, keepdim=True).to(a.dtype)
-    return (a.float() * b.mT.float()).sum(2, keepdim=True).to(a.dtype)
+        return (_kept(a).mT.float() * b.float()).sum(1, keepdim=True).to(a.dtype)
+    return (a.float() * _kept(b).mT.float()).sum(2, keepdim=True).to(a.dtype)
+
+
+def _kept(x: Tensor) -> Tensor:
+    """``x`` in memory: Inductor, which would else compute it again for each row of the matrix, stops at its strides."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride(), x.storage_offset())
