@@ -130,6 +130,7 @@ def test_what_the_pool_takes_is_said(
     monkeypatch.setattr(kernels, "fold_every", lambda spec, rows, device: FoldEvery(1 if rows < 4 else 16, "few"))
     assert [bench.measure(case(B=B)).taken for B in (2, 4)] == ["plain", "replay"]
     assert bench.measure(case(mode="verify", B=2)).taken == "replay", "the plain recurrence takes nothing back"
+    assert bench.measure(case(R=2)).taken == "plain", "it folds at every step"
     assert main(["bench", "--shape", TINY[0].name, "--batch", "2,4", "--mode", "standard", "--no-peers"]) == 0
     starred = [line.endswith(" *") for line in capsys.readouterr().out.splitlines() if line.startswith(TINY[0].name)]
     assert starred == [True, False]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import replayssm
-from replayssm.hf.attention import FEW, attend, grouped_attention
+from replayssm.hf.attention import FEW, _as_cached, attend, grouped_attention
 from replayssm.hf.captured import Compiled
 from replayssm.hf.experts import read_in_place
 
@@ -31,6 +33,7 @@ def count_expansions(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     kind, calls = type(expanding(model)[0]), []
     stock = kind.expand_kv
 
+    @functools.wraps(stock)
     def spy(self: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(latents.shape[2])
         return stock(self, latents, turned)
@@ -83,11 +86,69 @@ def test_many_tokens_and_projections_with_a_hook_are_expanded(monkeypatch: pytes
     replayssm.detach(model)
 
 
+def _twice(module: Any) -> None:
+    stock = type(module)
+
+    def expand_kv(self: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = stock.expand_kv(self, latents, turned)
+        return k, v * 2
+
+    module.expand_kv = types.MethodType(expand_kv, module)
+
+
+def _wrapped(module: Any) -> None:
+    own = module.kv_b_proj.forward
+    module.kv_b_proj.forward = lambda x: own(x) * 2
+
+
+class _Odd(torch.nn.Parameter):
+    """A weight of another kind."""
+
+
+def _odd(module: Any) -> None:
+    module.kv_b_proj.weight = _Odd(module.kv_b_proj.weight.data)
+
+
+@pytest.mark.parametrize("change", [_twice, _wrapped, _odd], ids=["own expand_kv", "own forward", "own weight"])
+def test_what_is_not_stock_s_is_left_alone(change: Any) -> None:
+    model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
+    for module in expanding(model):
+        change(module)
+    ids, cache = prompt(model)["input_ids"], replayssm.StaticReplayCache(model, 40)
+    before = [dict(module.__dict__) for module in expanding(model)]
+    with torch.no_grad():
+        model(ids, cache=cache)
+        other = copy.deepcopy(cache)
+        want = model(ids[:, :1], cache=other).logits
+        with grouped_attention(model):
+            assert not any(module.__dict__.get("expand_kv") is _as_cached for module in expanding(model))
+            got = model(ids[:, :1], cache=cache).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert [module.__dict__.keys() for module in expanding(model)] == [each.keys() for each in before]
+    replayssm.detach(model)
+
+
+def test_modules_with_a_configuration_of_their_own_expand() -> None:
+    model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
+    ids, cache = prompt(model)["input_ids"], replayssm.StaticReplayCache(model, 40)
+    model.config = copy.deepcopy(model.config)  # theirs is the one before
+    with torch.no_grad():
+        model(ids, cache=cache)
+        other = copy.deepcopy(cache)
+        want = model(ids[:, :1], cache=other).logits
+        with grouped_attention(model):
+            got = model(ids[:, :1], cache=cache).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    replayssm.detach(model)
+
+
 def test_latent_attention_is_attention() -> None:
     gen = torch.Generator().manual_seed(0)
     B, heads, S, rank, plain, turned, dv = 2, 6, 11, 16, 8, 4, 5
 
     class Latent(torch.nn.Module):
+        config: Any = None
+
         def __init__(self) -> None:
             super().__init__()
             self.kv_b_proj = torch.nn.Linear(rank, heads * (plain + dv), bias=False, dtype=torch.float64)
@@ -96,9 +157,10 @@ def test_latent_attention_is_attention() -> None:
             k, v = self.kv_b_proj(c).view(B, S, heads, plain + dv).transpose(1, 2).split([plain, dv], -1)
             return torch.cat([k, r.expand(-1, heads, -1, -1)], -1), v
 
+    Latent.expand_kv.__module__ = "transformers.models.own"  # as if it were one of theirs
     model = build("kimi_linear")
     module = Latent()
-    model.own = module
+    model.own, module.config = module, model.config
     c, r = (torch.randn(B, 1, S, n, generator=gen, dtype=torch.float64) for n in (rank, turned))
     q = torch.randn(B, heads, 3, plain + turned, generator=gen, dtype=torch.float64)
     mask = torch.rand(B, 1, 3, S, generator=gen) < 0.7
@@ -131,6 +193,40 @@ def test_a_picked_matrix_is_read_in_place(transposed: bool, tokens: int) -> None
     torch.testing.assert_close(graph(*inputs), want)
     rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
     assert graph(*rounded).dtype == torch.bfloat16
+    exact = [x.double() if x.is_floating_point() else x for x in inputs]
+    torch.testing.assert_close(graph(*exact), torch.fx.symbolic_trace(Picks())(*exact), rtol=1e-14, atol=1e-14)
+
+
+def test_a_product_with_an_output_type_of_its_own_stays() -> None:
+    class Picks(torch.nn.Module):
+        def forward(self, W: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+            return torch.bmm(W[ids], x, torch.float32)
+
+    graph = torch.fx.symbolic_trace(Picks())
+    read_in_place(graph)
+    assert any(node.target is torch.bmm for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_graphs_that_break_within_a_layer_take_each_layer_s_weights(name: str) -> None:
+    torch.compiler.reset()
+    model = replayssm.attach(build(name), fold_every=6, backend=BACKEND)
+    seen: list[float] = []
+    note = torch.compiler.disable(lambda x: seen.append(float(x.abs().max())))
+    for part, module in model.named_modules():
+        if part.endswith(("linear_attn", "self_attn")):
+            module.register_forward_hook(lambda m, x, out: note(out[0] if isinstance(out, tuple) else out) and None)
+    step = Compiled(model, lambda graph, inputs: graph)
+    ids = prompt(model)["input_ids"]
+    cache, other = (replayssm.StaticReplayCache(model, 32) for _ in range(2))
+    with torch.no_grad():
+        for each in (cache, other):
+            model(ids, cache=each)
+        for _ in range(3):
+            got, want = step(input_ids=ids[:, :1], cache=cache).logits, model(ids[:, :1], cache=other).logits
+            torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    assert seen
+    replayssm.detach(model)
 
 
 def test_the_vector_is_made_once_and_not_for_each_row() -> None:

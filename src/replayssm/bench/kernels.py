@@ -35,7 +35,8 @@ class Row:
     the checkpoint could be read once. gbps: all bytes that a step must move (checkpoint, ring rows and, where it folds,
     the checkpoint again) over its time; share: of ``read_gbps``, measured in the same run. plain_us: the plain
     recurrence, one token. speedup: of a step's T tokens over as many plain steps; of a fold over one plain step, which
-    reads and writes as much. taken: which of the two, "replay" or "plain", ``StatePool.at`` takes for such a step.
+    reads and writes as much. taken: which of the two, "replay" or "plain", ``StatePool.at`` takes for such a step; of
+    ours only.
     """
 
     recurrence: str
@@ -58,7 +59,7 @@ class Row:
     speedup: float
     pools: int
     config: dict[str, Any] | None = None
-    taken: str = "replay"
+    taken: str | None = None
 
     @staticmethod
     def of(case: Case, backend: str, timed: Timed, moved: float, plain: Timed, pools: int) -> Row:
@@ -94,8 +95,8 @@ class Bench:
         timed = self.clock.time(layers.folds(run.fold) if case.mode == "fold" else layers.steps(run.verify))
         timed = Timed(timed.seconds / layers.calls, timed.read)
         row = Row.of(case, name, timed, moved_bytes(case, layers.pools[0]), self.plain(case), len(layers.pools))
-        if case.mode == "standard" and fold_every(case.spec, case.batch, self.device).tokens == 1:
-            row = dataclasses.replace(row, taken="plain")
+        few = case.mode == "standard" and fold_every(case.spec, case.batch, self.device).tokens == 1
+        row = dataclasses.replace(row, taken="plain" if few or case.limit == 0 else "replay")
         if name != "triton" or case.mode == "fold":
             return row
         config = importlib.import_module("replayssm.backends.triton").config(layers.pools[0], case.batch, case.T)

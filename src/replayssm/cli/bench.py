@@ -27,7 +27,7 @@ HEAD = (
 NOTE = (
     "us: one step, mean of whole fold cycles. x: over reading the checkpoint once. GB/s: all that a step must move; "
     "share: of\nwhat this machine reads. plain: the recurrence that writes its state each token; speed-up: over one "
-    "such step a token\n(a fold, which takes the place of many: over one). *: StatePool.at and attached models take "
+    "such step a token\n(a fold, which takes the place of many: over one). *: StatePool.at and static caches take "
     "the plain recurrence here."
 )
 

@@ -35,16 +35,16 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
         return
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    latent = [module for module in model.modules() if _keeps_latents(module)]
-    config._attn_implementation_internal = NAME  # of this one only, not of what is nested in it
-    for module in latent:
-        module.__dict__["expand_kv"] = _as_cached  # in place of the class's
+    latent = [module for module in model.modules() if _keeps_latents(module, config)]
     try:
+        config._attn_implementation_internal = NAME  # of this one only, not of what is nested in it
+        for module in latent:
+            module.__dict__["expand_kv"] = _as_cached  # in place of the class's
         yield
     finally:
-        config._attn_implementation_internal = "sdpa"
         for module in latent:
-            del module.__dict__["expand_kv"]
+            module.__dict__.pop("expand_kv", None)
+        config._attn_implementation_internal = "sdpa"
 
 
 def attend(
@@ -118,9 +118,14 @@ def _as_cached(latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
     return latents, turned
 
 
-def _keeps_latents(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is an MLA whose projection of latents is a plain matrix: no adapter, no hook, no bias."""
-    matrix: Any = getattr(module, "kv_b_proj", None)
-    if not hasattr(type(module), "expand_kv") or type(matrix) is not torch.nn.Linear or matrix.bias is not None:
+def _keeps_latents(module: torch.nn.Module, config: Any) -> bool:
+    """Whether ``module`` is an MLA as transformers has it, of ``config``, and projects latents by a plain matrix: no
+    adapter, hook, bias, or weight of a kind that products alone can read."""
+    expand: Any = getattr(type(module), "expand_kv", None)
+    own = "expand_kv" in module.__dict__ or getattr(module, "config", None) is not config
+    if own or not getattr(expand, "__module__", "").startswith("transformers.models."):
         return False
-    return not (matrix._forward_hooks or matrix._forward_pre_hooks)
+    matrix: Any = getattr(module, "kv_b_proj", None)
+    if type(matrix) is not torch.nn.Linear or type(matrix.weight) is not torch.nn.Parameter or matrix.bias is not None:
+        return False
+    return not (matrix._forward_hooks or matrix._forward_pre_hooks or "forward" in matrix.__dict__)

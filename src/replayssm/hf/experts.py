@@ -49,7 +49,8 @@ def read_in_place(graph: GraphModule) -> None:
     """Writes products of a vector with a matrix that an index picked from an input, ``bmm(weights[ids], x)``, as
     sums."""
     for node in list(graph.graph.nodes):
-        if node.op == "call_function" and node.target is torch.bmm and not node.kwargs and any(map(_picked, node.args)):
+        plain = node.op == "call_function" and node.target is torch.bmm and len(node.args) == 2 and not node.kwargs
+        if plain and any(map(_picked, node.args)):
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(graph.graph.call_function(_product, node.args))
             graph.graph.erase_node(node)
@@ -64,8 +65,8 @@ def _picked(node: Any) -> bool:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of batches of matrices; a sum where one of them is a vector."""
-    if a.shape[1] != 1 and b.shape[2] != 1:
+    """``a @ b`` of batches of matrices; a sum, in float32, where one of them is a vector."""
+    if (a.shape[1] != 1 and b.shape[2] != 1) or a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return torch.bmm(a, b)
     if a.shape[1] == 1:
         return (_kept(a).mT.float() * b.float()).sum(1, keepdim=True).to(a.dtype)

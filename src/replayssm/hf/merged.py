@@ -47,13 +47,14 @@ class Merging:
             names = tuple(known[id(holds[node.args[1]])] for node in group)
             if len(set(names)) == len(group) > 1 and len({holds[node.args[1]].dtype for node in group}) == 1:
                 products.setdefault(names, []).append(group)
-        held: list[Names] = []  # what the graph gets as inputs of its own, behind the model's
+        held: list[list[int]] = []  # what the graph gets as inputs of its own, behind the model's: of these of them
+        place = {node: i for i, node in enumerate(holds)}
         for names, groups in products.items():
             weights = {node.args[1]: None for group in groups for node in group}
             uses = {user for weight in weights for user in weight.users}  # pyright: ignore
             if uses == {node for group in groups for node in group} and self._move(names):
                 merged = self._input(graph, f"merged_{len(held)}")
-                held.append(names)
+                held.append([place[node.args[1]] for node in groups[0]])
                 for group in groups:
                     self._replace(graph, group, merged, [holds[node.args[1]].shape[0] for node in group])
         # The weights themselves are inputs no more: torch took down where they lay before they were moved.
@@ -64,7 +65,7 @@ class Merging:
         read_in_place(graph)
         graph.graph.lint()
         graph.recompile()
-        inputs = [*(inputs[i] for i in used), *map(self._whole, held)]
+        inputs = [*(inputs[i] for i in used), *(_whole([inputs[i] for i in each]) for each in held)]
         if self._inner is not None:
             run = self._inner(graph, inputs)
         else:
@@ -72,7 +73,9 @@ class Merging:
 
             run = compile_fx(graph, inputs)
         self.compiled += 1
-        return lambda *args: run(*(args[i] for i in used), *map(self._whole, held))  # pyright: ignore
+        return lambda *args: run(  # pyright: ignore
+            *(args[i] for i in used), *(_whole([args[i] for i in each]) for each in held)
+        )
 
     @property
     def valid(self) -> bool:
@@ -95,21 +98,9 @@ class Merging:
 
     def _lies(self, names: Names) -> bool:
         try:
-            weights = [self._owner().get_parameter(name) for name in names]
+            return _together([self._owner().get_parameter(name) for name in names])
         except AttributeError:  # a module was put around it, or something else in its place
             return False
-        at = weights[0].data_ptr()
-        for weight in weights:
-            if weight.data_ptr() != at or weight.untyped_storage().data_ptr() != weights[0].data_ptr():
-                return False
-            at += weight.nbytes
-        return True
-
-    def _whole(self, names: Names) -> Tensor:
-        """The weights of a group as one."""
-        weights = [self._owner().get_parameter(name).detach() for name in names]
-        rows = sum(weight.shape[0] for weight in weights)
-        return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
 
     def _suits(self, node: Node, holds: dict[Node, Any], known: dict[int, str]) -> bool:
         """Whether the node is a product with a parameter of the model, without a bias, that may be moved: one that
@@ -117,6 +108,8 @@ class Merging:
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         weight: Any = holds.get(node.args[1])  # pyright: ignore
         if bias is not None or id(weight) not in known or not weight.is_contiguous():
+            return False
+        if type(weight) is not torch.nn.Parameter:  # of a kind whose memory is not a matrix
             return False
         ours = any(known[id(weight)] in names for names in self._groups)
         return ours or weight.untyped_storage().nbytes() == weight.nbytes
@@ -150,3 +143,24 @@ class Merging:
                 node.replace_all_uses_with(graph.graph.call_function(getitem, (parts, i)))
         for node in nodes:
             graph.graph.erase_node(node)
+
+
+def _together(weights: Sequence[Tensor]) -> bool:
+    """Whether these lie one behind the other in one piece of memory."""
+    at, piece = weights[0].data_ptr(), weights[0].untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != at or weight.untyped_storage().data_ptr() != piece:
+            return False
+        at += weight.nbytes
+    return True
+
+
+def _whole(weights: Sequence[Tensor]) -> Tensor:
+    """The weights of a group as one. They are taken from a graph's arguments, not by name: torch compiles a frame once,
+    and where a graph breaks within a layer it comes with the other layers' weights too. Those that were not moved are
+    copied."""
+    weights = [weight.detach() for weight in weights]
+    if not _together(weights):
+        return torch.cat(list(weights))
+    rows = sum(weight.shape[0] for weight in weights)
+    return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
