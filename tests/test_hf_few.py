@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_hf_static import prompt
+from fake_graphs import fake_graphs as fake_graphs
+from test_hf_static import captured_text, prompt
 from tiny_models import BACKEND, build
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import replayssm
+from replayssm.hf import explain
 from replayssm.hf.attention import FEW, _as_cached, attend, grouped_attention
-from replayssm.hf.captured import Compiled
+from replayssm.hf.captured import CapturedStep, Compiled
 from replayssm.hf.experts import read_in_place
 
 MLA = ("kimi_linear", "glm5_next", "bailing_hybrid")
@@ -259,4 +261,19 @@ def test_experts_of_a_step_are_not_copied() -> None:
     names = [getattr(node.target, "__name__", "") for graph in graphs for node in graph.graph.nodes]
     experts = sum(hasattr(module, "gate_up_proj") for module in model.modules())
     assert names.count("_product") == 2 * experts > 0
+    replayssm.detach(model)
+
+
+def test_what_a_step_has_in_place_of_stock_s_is_said(fake_graphs: None) -> None:
+    torch.compiler.reset()
+    model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
+    model.set_experts_implementation("batched_mm")
+    step, ids = CapturedStep(Compiled(model, lambda graph, inputs: graph)), prompt(model)["input_ids"]
+    captured_text(model, step, replayssm.StaticReplayCache(model, 32), ids)
+    layers = len(expanding(model))
+    assert f"merged, {layers} layers attend to latents, experts read in place" in explain(model)
+    hook = model.model.norm.register_forward_hook(lambda *args: None)
+    captured_text(model, step, replayssm.StaticReplayCache(model, 32), ids)
+    assert "step: not captured (the model's modules have hooks" in explain(model)
+    hook.remove()
     replayssm.detach(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -336,6 +337,7 @@ def test_a_captured_step_knows_when_its_model_changed(small: Any, fake_graphs: N
     cache = replayssm.StaticReplayCache(small, 64)
     before = captured_text(small, step, cache, ids)
     assert step.graph is not None
+    assert re.search(r"^step: one CUDA graph; compiled, [1-9]\d* groups of projections merged$", explain(small), re.M)
     small.load_state_dict({name: x * 0.9 for name, x in small.state_dict().items()}, assign=True)
     cache.reset()
     after = captured_text(small, step, cache, ids)

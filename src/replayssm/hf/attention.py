@@ -35,7 +35,7 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
         return
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    latent = [module for module in model.modules() if _keeps_latents(module, config)]
+    latent = latent_layers(model)
     try:
         config._attn_implementation_internal = NAME  # of this one only, not of what is nested in it
         for module in latent:
@@ -45,6 +45,14 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
         for module in latent:
             module.__dict__.pop("expand_kv", None)
         config._attn_implementation_internal = "sdpa"
+
+
+def latent_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that attend to their latents: of a model that uses torch's attention, see :func:`_keeps_latents`."""
+    config: Any = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != "sdpa":
+        return []
+    return [module for module in model.modules() if _keeps_latents(module, config)]
 
 
 def attend(

@@ -24,8 +24,8 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from replayssm.hf.attention import grouped_attention
-from replayssm.hf.experts import grouped_experts
+from replayssm.hf.attention import grouped_attention, latent_layers
+from replayssm.hf.experts import grouped, grouped_experts
 from replayssm.hf.merged import Merging
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class CapturedStep:
             except RuntimeError as error:
                 cache.recurrent._open = opened
                 return self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}", cache, inputs)
+            cache.recurrent.report["step"] = f"step: one CUDA graph; {self.forward.explain(cache, inputs)}"
         for x, new in zip(self._inputs, tensors, strict=True):
             x.copy_(new)
         assert self.graph is not None
@@ -114,6 +115,7 @@ class CapturedStep:
     def _refuse(self, why: str, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
         self.refused = why
         _log.warning("replayssm: steps are compiled, but not captured as one CUDA graph: %s", why)
+        cache.recurrent.report["step"] = f"step: not captured ({why}); {self.forward.explain(cache, inputs)}"
         return self.forward(cache=cache, **inputs)
 
     def _capture(self, cache: StaticReplayCache, leaves: list[Any], spec: Any) -> None:
@@ -142,6 +144,19 @@ class Compiled:
     def _compile(self) -> Callable[..., Any]:
         assert self.merging is not None
         return torch.compile(self.model.__call__, dynamic=False, backend=self.merging)
+
+    def explain(self, cache: StaticReplayCache, inputs: dict[str, Any]) -> str:
+        """What a step with these inputs has in place of stock's."""
+        groups = 0 if self.merging is None else self.merging.groups
+        parts = [f"compiled, {groups} groups of projections merged"]
+        if latent := len(latent_layers(self.model)):
+            parts.append(f"{latent} layers attend to latents")
+        now = self.model.get_experts_implementation()
+        if grouped(self.model, inputs | {"cache": cache}):
+            parts.append("tokens grouped by expert")
+        elif "batched_mm" in now.values() and self.merging is not None:
+            parts.append("experts read in place")
+        return ", ".join(parts)
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output."""

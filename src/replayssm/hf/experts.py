@@ -25,9 +25,8 @@ FEW_ROUTED = 4
 @contextmanager
 def grouped_experts(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[None]:
     """Inside, a step of more than FEW_ROUTED tokens groups them by expert, where ``model`` does so in its prompt."""
-    now, asked = model.get_experts_implementation(), inputs["cache"].experts
-    changed = {key: kind for key, kind in asked.items() if kind == "grouped_mm" and now.get(key) == "batched_mm"}
-    if not changed or not _groups(model) or inputs["input_ids"].numel() <= FEW_ROUTED:
+    now, changed = model.get_experts_implementation(), grouped(model, inputs)
+    if not changed:
         yield
         return
     model.set_experts_implementation(now | changed)
@@ -35,6 +34,14 @@ def grouped_experts(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[
         yield
     finally:
         model.set_experts_implementation(now)
+
+
+def grouped(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, str]:
+    """What :func:`grouped_experts` sets for a step with these inputs: kinds of experts, by their place in the model."""
+    now, asked = model.get_experts_implementation(), inputs["cache"].experts
+    if not _groups(model) or inputs["input_ids"].numel() <= FEW_ROUTED:
+        return {}
+    return {key: kind for key, kind in asked.items() if kind == "grouped_mm" and now.get(key) == "batched_mm"}
 
 
 def _groups(model: PreTrainedModel) -> bool:

@@ -78,6 +78,11 @@ class Merging:
         )
 
     @property
+    def groups(self) -> int:
+        """How many groups of weights lie together."""
+        return len(self._groups)
+
+    @property
     def valid(self) -> bool:
         """Whether all parameters still are where they were put: not those that were replaced rather than changed."""
         return all(map(self._lies, self._groups))

@@ -196,6 +196,7 @@ class StaticState:
     @torch.compiler.disable
     def _explain(self) -> None:
         self.report["explanation"] = explain_state(self)
+        self.report.pop("step", None)  # another cache's
 
 
 def stay(*tensors: Tensor) -> None:
