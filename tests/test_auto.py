@@ -44,6 +44,7 @@ def test_a_pool_is_its_own_plain_pool_where_that_is_faster(monkeypatch: pytest.M
 def test_the_reason_says_how_large_the_states_are() -> None:
     assert "take 2 MB; up to 9 MB" in fold_every(spec(dtype=torch.bfloat16), 1, CUDA).reason
     assert "take 1074 MB" in fold_every(spec(), 256, CUDA).reason
+    assert "take 0.0041 MB" in fold_every(LayerSpec(GDN, 1, 1, 32, 32), 1, CPU).reason
 
 
 def test_a_backend_with_several_ways_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,3 +333,8 @@ def test_what_a_ring_may_round(rec: Recurrence) -> None:
     wide = StatePool(1).add_layer(LayerSpec(rec, 1, 1, 4, 4, torch.bfloat16, torch.float64))
     assert wide.w.dtype == wide.g.dtype == wide.d.dtype == torch.float64
     assert recurrence(rec.name) is rec
+
+
+def test_a_specification_takes_a_recurrence_and_not_its_name() -> None:
+    with pytest.raises(TypeError, match=r"must be a Recurrence, such as MAMBA2, GDN, KDA; got 'gdn'"):
+        LayerSpec("gdn", 1, 1, 4, 4)  # pyright: ignore[reportArgumentType]

@@ -177,3 +177,15 @@ def assert_one_line(shown: Any, message: str) -> None:
     assert shown.out == ""
     assert shown.err.startswith("replayssm: error: ") and shown.err.count("\n") == 1, shown.err
     assert message in shown.err
+
+
+@pytest.mark.parametrize("command", [["generate", "--model", "models/gdn", "--prompt", "x"], ["demo"]])
+def test_a_backend_that_does_not_run_here(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--backend", "triton", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("replayssm: error: backend 'triton' does not run on cpu: ") and "\n" not in error
+
+
+def test_to_verify_nothing_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--backend", "triton", "--json"]) == 1
+    assert '"ok": false' in capsys.readouterr().out

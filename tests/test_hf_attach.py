@@ -110,8 +110,8 @@ def test_refused_models() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fold_every": 0}, "fold_every and window must be at least 1; got fold_every=0"),
-        ({"window": 0}, "got fold_every=None, window=0"),
+        ({"fold_every": 0}, "fold_every must be at least 1, or None for the library's choice; got fold_every=0"),
+        ({"window": 0}, "window must be at least 1, .*; got window=0"),
         ({"state_dtype": torch.int8}, "state_dtype must be one of .*; got torch.int8"),
         ({"backend": "cuda"}, "unknown backend 'cuda'; valid: auto, "),
     ],

@@ -27,11 +27,10 @@ def fold_every(spec: LayerSpec, rows: int, device: torch.device) -> FoldEvery:
     docs/log.md)."""
     bits = spec.state_dtype.itemsize * 8
     states = rows * spec.HV * spec.V * spec.K * bits / 8e6
+    size = f"{states:.0f}" if states >= 1 else f"{states:.2g}"
     least = {(False, 32): 5, (False, 16): 9, (True, 32): 34, (True, 16): 17}.get((spec.recurrence.channel, bits), 0)
     if device.type == "cuda" and states <= least:
         return FoldEvery(
-            1, f"a layer's states take {states:.0f} MB; up to {least} MB the plain recurrence is faster on a GPU"
+            1, f"a layer's states take {size} MB; up to {least} MB the plain recurrence is faster on a GPU"
         )
-    return FoldEvery(
-        FOLD_EVERY, f"a layer's states take {states:.0f} MB, which are written once in {FOLD_EVERY} tokens"
-    )
+    return FoldEvery(FOLD_EVERY, f"a layer's states take {size} MB, which are written once in {FOLD_EVERY} tokens")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replayssm.recurrence import Recurrence
+from replayssm.recurrence import RECURRENCES, Recurrence
 from replayssm.ring import Ring
 
 
@@ -34,6 +34,11 @@ class LayerSpec:
     norm: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recurrence, Recurrence):
+            raise TypeError(
+                f"LayerSpec: recurrence must be a Recurrence, such as {', '.join(map(str.upper, RECURRENCES))}; got "
+                f"{self.recurrence!r}"
+            )
         if min(self.H, self.HV, self.K, self.V) < 1 or self.HV % self.H:
             raise ValueError(
                 f"LayerSpec: need H, HV, K, V >= 1 and HV a multiple of H; got H={self.H}, HV={self.HV}, K={self.K}, "

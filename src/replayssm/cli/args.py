@@ -42,7 +42,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fold-every", type=number(int, 1), metavar="N",
-        help="write the state once in N tokens (default: 16, or 1, the plain recurrence, where that is faster)",
+        help="write the state once in N tokens (default: 16, or on a GPU 1, the plain recurrence, if faster)",
     )  # fmt: skip
 
 
@@ -53,6 +53,21 @@ def check_backend(name: str, auto: bool = True) -> None:
     valid = [*(["auto"] if auto else []), *names()]
     if name not in valid:
         raise UsageError(f"unknown backend {name!r}; valid: {', '.join(valid)}")
+
+
+def unserved(name: str, device: str) -> str | None:
+    """Why the backend serves no layer on this device; None where it does."""
+    from replayssm import KDA, LayerSpec, StatePool
+    from replayssm.backends import load
+
+    pool = StatePool(1, fold_every=1 if name == "sequential" else 16, device=device)
+    return load(name).refuses(pool.add_layer(LayerSpec(KDA, H=1, HV=1, K=32, V=32)))
+
+
+def check_serves(name: str, device: str) -> None:
+    """Refuses a backend that does not run on the device, before anything is loaded."""
+    if name != "auto" and (why := unserved(name, device)) is not None:
+        raise UsageError(f"backend {name!r} does not run on {device}: {why}")
 
 
 def check_prompt(text: str) -> str:

@@ -7,7 +7,15 @@ import json
 import sys
 from typing import Any
 
-from replayssm.cli.args import UsageError, add_replay_options, check_backend, check_prompt, need_transformers, number
+from replayssm.cli.args import (
+    UsageError,
+    add_replay_options,
+    check_backend,
+    check_prompt,
+    check_serves,
+    need_transformers,
+    number,
+)
 from replayssm.tiny import TINY, tiny_model
 
 PROMPT = '''class Server:
@@ -44,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from replayssm.cli.screen import make_screen
 
     device = check_device(args.device)
+    check_serves(args.backend, device)
     # Not what is faster for texts as small as these, but what there is to show.
     attaching = {"fold_every": args.fold_every or FOLD_EVERY, "backend": args.backend}
     sampling = {"temperature": args.temperature}

@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from replayssm.cli.args import unserved
+
 PACKAGES = ("replayssm", "torch", "transformers", "safetensors", "numba", "triton", "rich")
 
 
@@ -80,14 +82,9 @@ def _device(device: str) -> dict[str, Any]:
 
 def _backends(device: str) -> dict[str, str | None]:
     """For each backend, None where it serves a pool on this device, else why not."""
-    from replayssm import KDA, LayerSpec, StatePool
-    from replayssm.backends import load, names
+    from replayssm.backends import names
 
-    def reason(name: str) -> str | None:
-        pool = StatePool(1, fold_every=1 if name == "sequential" else 16, device=device)
-        return load(name).refuses(pool.add_layer(LayerSpec(KDA, H=1, HV=1, K=32, V=32)))
-
-    return {name: reason(name) for name in names()}
+    return {name: unserved(name, device) for name in names()}
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from replayssm.cli.args import UsageError, add_replay_options, check_backend, check_prompt, number
+from replayssm.cli.args import UsageError, add_replay_options, check_backend, check_prompt, check_serves, number
 
 PROBE = "def f(x):\n    return {'é': 12.5}[x]  # Ω\tthe quick brown fox, 漢字"
 """Two tokenizers that agree on it are taken for one."""
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("generate", help="continue a prompt with a local checkpoint of a supported type")
     parser.add_argument(
-        "--model", required=True, type=Path, metavar="DIR", help="directory of config.json, *.safetensors"
+        "--model", required=True, type=Path, metavar="DIR", help="directory of config.json and *.safetensors, such as models/gdn"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue; - reads standard input")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=128, metavar="N", help="default: 128")
@@ -49,7 +49,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="say on stderr which backend runs, and why not the others"
     )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+        help="of the weights; default: auto, the checkpoint's. In float32 tokens equal stock's",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; default: cuda if there is one, else cpu")
     parser.set_defaults(run=run)
 
@@ -72,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from replayssm.cli.checkpoint import check_device, load
 
     device = check_device(args.device)
+    check_serves(args.backend, device)
     checkpoint = load(args.model, dtype=args.dtype, device=device, replay=not args.no_replay)
     ids = checkpoint.encode(prompt)
     if not ids:

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; 1 where a backend fails."""
+    """Runs the command; 1 where a backend fails, or where none of those asked for runs here."""
     from replayssm.backends import names
     from replayssm.cli.checkpoint import check_device
     from replayssm.testing import verify_backends
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
         rows += (new := verify_backends([name], device=device))
         if not args.json:
             print("\n".join(map(_line, new)), flush=True)
-    failed = [row for row in rows if not row.ok and not row.skipped]
+    done = [row for row in rows if not row.skipped]
+    failed = [row for row in done if not row.ok]
     if args.json:
-        print(json.dumps({"ok": not failed, "rows": [_plain(row) for row in rows]}, indent=2))
+        print(json.dumps({"ok": bool(done) and not failed, "rows": [_plain(row) for row in rows]}, indent=2))
     else:
-        done = [row for row in rows if not row.skipped]
         print(f"\n{len(done) - len(failed)} of {len(done)} checks passed, {len(rows) - len(done)} skipped")
-    return 1 if failed else 0
+    return 0 if done and not failed else 1
 
 
 def _plain(row: VerifyRow) -> dict[str, Any]:

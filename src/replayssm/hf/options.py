@@ -21,11 +21,10 @@ class Options:
     exact_dt_limit: bool = False
 
     def __post_init__(self) -> None:
-        if any(n is not None and n < 1 for n in (self.fold_every, self.window)):
-            raise ValueError(
-                f"attach: fold_every and window must be at least 1; got fold_every={self.fold_every}, "
-                f"window={self.window}"
-            )
+        for name in ("fold_every", "window"):
+            n = getattr(self, name)
+            if n is not None and n < 1:
+                raise ValueError(f"attach: {name} must be at least 1, or None for the library's choice; got {name}={n}")
         if self.state_dtype not in FLOATS:
             valid = ", ".join(str(t) for t in FLOATS)
             raise ValueError(f"attach: state_dtype must be one of {valid}; got {self.state_dtype}")
