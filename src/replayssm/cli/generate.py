@@ -23,8 +23,9 @@ def add(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("generate", help="continue a prompt with a local checkpoint of a supported type")
     parser.add_argument(
-        "--model", required=True, type=Path, metavar="DIR", help="directory of config.json and *.safetensors, such as models/gdn"
-    )
+        "--model", required=True, type=Path, metavar="DIR",
+        help="directory of config.json and *.safetensors, such as models/gdn",
+    )  # fmt: skip
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue; - reads standard input")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=128, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=number(float, 0), default=0.0, metavar="X", help="default: 0, greedy")
