@@ -242,7 +242,6 @@ def test_the_vector_is_made_once_and_not_for_each_row() -> None:
     traced = make_fx(graph)(torch.randn(7, 6, 6), torch.arange(3), torch.randn(3, 6))
     kept = [node for node in traced.graph.nodes if node.target is torch.ops.aten.as_strided.default]
     assert len(kept) == 1, "the strides at which Inductor stops"
-    assert "silu" in str(kept[0].args[0].args[0]) or "silu" in str(kept[0].args[0])
 
 
 def test_experts_of_a_step_are_not_copied() -> None:
@@ -269,9 +268,17 @@ def test_what_a_step_has_in_place_of_stock_s_is_said(fake_graphs: None) -> None:
     model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
     model.set_experts_implementation("batched_mm")
     step, ids = CapturedStep(Compiled(model, lambda graph, inputs: graph)), prompt(model)["input_ids"]
-    captured_text(model, step, replayssm.StaticReplayCache(model, 32), ids)
-    layers = len(expanding(model))
-    assert f"merged, {layers} layers attend to latents, experts read in place" in explain(model)
+    cache = replayssm.StaticReplayCache(model, 32)
+    captured_text(model, step, cache, ids)
+    said = f"merged, {len(expanding(model))} layers attend to latents, experts read in place"
+    assert said in explain(model) and said in cache.explain()
+    cache.reset()
+    captured_text(model, step, cache, ids, n=1)
+    assert said in explain(model), "its graph is still there"
+    grows = replayssm.ReplayCache(model)
+    for tokens in (ids, ids[:, :1]):
+        model(tokens, cache=grows)
+    assert "step:" not in explain(model), "the newest cache's, which captures nothing"
     hook = model.model.norm.register_forward_hook(lambda *args: None)
     captured_text(model, step, replayssm.StaticReplayCache(model, 32), ids)
     assert "step: not captured (the model's modules have hooks" in explain(model)

@@ -190,8 +190,7 @@ def _line(row: Row) -> str:
     return (
         f"{row.shape:14} {row.mode:8} {row.dtype:8} {row.batch:>4} {row.T:>2} {row.R:>3}  {row.backend:12} "
         f"{row.us:9.1f} {row.x:6.2f} {row.gbps:6.1f} {row.share:5.0%} {row.plain_us:9.1f} {row.speedup:8.2f}"
-        + " *"
-        * (row.taken == "plain")
+        f"{' *' if row.taken == 'plain' else ''}"
     )
 
 

@@ -128,8 +128,7 @@ def explain(model: PreTrainedModel) -> str:
     if attachment is None:
         return f"{type(model).__name__} is not attached"
     nothing = "nothing has run yet; the backend is chosen at the first call"
-    report = attachment.report
-    return "\n".join([str(attachment.options), report.get("explanation", nothing), *filter(None, [report.get("step")])])
+    return f"{attachment.options}\n{attachment.report.get('explanation', nothing)}"
 
 
 def _prepare_cache(
@@ -187,7 +186,7 @@ def _compiled_call(model: Any, compile_config: Any) -> Callable[..., Any]:
         why = captured.refuses(cache, inputs)
         if why is not None:
             _log_once(model, f"steps are compiled, but not captured as one CUDA graph: {why}")
-            attachment.report["step"] = f"step: not captured ({why})"
+            cache.recurrent.tell_step(f"not captured ({why})")
             return attachment.compiled(**inputs)
         if cache.step is None or cache.step.forward is not attachment.compiled:  # none, or another model's
             cache.step = captured.CapturedStep(attachment.compiled)

@@ -105,7 +105,7 @@ class CapturedStep:
             except RuntimeError as error:
                 cache.recurrent._open = opened
                 return self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}", cache, inputs)
-            cache.recurrent.report["step"] = f"step: one CUDA graph; {self.forward.explain(cache, inputs)}"
+            cache.recurrent.tell_step(f"one CUDA graph; {self.forward.explain(cache, inputs)}")
         for x, new in zip(self._inputs, tensors, strict=True):
             x.copy_(new)
         assert self.graph is not None
@@ -115,7 +115,7 @@ class CapturedStep:
     def _refuse(self, why: str, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
         self.refused = why
         _log.warning("replayssm: steps are compiled, but not captured as one CUDA graph: %s", why)
-        cache.recurrent.report["step"] = f"step: not captured ({why}); {self.forward.explain(cache, inputs)}"
+        cache.recurrent.tell_step(f"not captured ({why}); {self.forward.explain(cache, inputs)}")
         return self.forward(cache=cache, **inputs)
 
     def _capture(self, cache: StaticReplayCache, leaves: list[Any], spec: Any) -> None:
@@ -147,14 +147,13 @@ class Compiled:
 
     def explain(self, cache: StaticReplayCache, inputs: dict[str, Any]) -> str:
         """What a step with these inputs has in place of stock's."""
-        groups = 0 if self.merging is None else self.merging.groups
-        parts = [f"compiled, {groups} groups of projections merged"]
+        merged = f"{self.merging.groups} groups of projections merged" if self.merging else "no projections merged"
+        parts = [f"compiled, {merged}"]
         if latent := len(latent_layers(self.model)):
             parts.append(f"{latent} layers attend to latents")
-        now = self.model.get_experts_implementation()
         if grouped(self.model, inputs | {"cache": cache}):
             parts.append("tokens grouped by expert")
-        elif "batched_mm" in now.values() and self.merging is not None:
+        elif self.merging is not None and self.merging.in_place:
             parts.append("experts read in place")
         return ", ".join(parts)
 

@@ -52,15 +52,18 @@ def _groups(model: PreTrainedModel) -> bool:
     return model.dtype == torch.bfloat16 and torch.cuda.get_device_capability(model.device)[0] in (9, 10)
 
 
-def read_in_place(graph: GraphModule) -> None:
-    """Writes products of a vector with a matrix that an index picked from an input, ``bmm(weights[ids], x)``, as
-    sums."""
+def read_in_place(graph: GraphModule) -> int:
+    """Writes products of a vector with a matrix that an index picked from an input, ``bmm(weights[ids], x)``, as sums;
+    how many there were."""
+    found = 0
     for node in list(graph.graph.nodes):
         plain = node.op == "call_function" and node.target is torch.bmm and len(node.args) == 2 and not node.kwargs
         if plain and any(map(_picked, node.args)):
             with graph.graph.inserting_before(node):
                 node.replace_all_uses_with(graph.graph.call_function(_product, node.args))
             graph.graph.erase_node(node)
+            found += 1
+    return found
 
 
 def _picked(node: Any) -> bool:

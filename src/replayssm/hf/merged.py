@@ -24,12 +24,13 @@ Names = tuple[str, ...]
 
 
 class Merging:
-    """The backend for ``model``; ``inner`` compiles what it leaves, Inductor by default. compiled: graphs so far."""
+    """The backend for ``model``; ``inner`` compiles what it leaves, Inductor by default. compiled: graphs so far;
+    in_place: products with an expert that they read in place."""
 
     def __init__(self, model: torch.nn.Module, inner: Callable[..., Any] | None = None) -> None:
         self._model, self._inner = weakref.ref(model), inner
         self._groups: list[Names] = []  # parameters that lie one behind the other
-        self.compiled = 0
+        self.compiled = self.in_place = 0
 
     def __call__(self, traced: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         copy = Graph()  # for torch looks into its own again
@@ -62,7 +63,7 @@ class Merging:
         for node in holds:
             if not node.users:
                 graph.graph.erase_node(node)
-        read_in_place(graph)
+        self.in_place += read_in_place(graph)
         graph.graph.lint()
         graph.recompile()
         inputs = [*(inputs[i] for i in used), *(_whole([inputs[i] for i in each]) for each in held)]

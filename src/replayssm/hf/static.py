@@ -65,7 +65,7 @@ class StaticState:
         self.width, self.convs = 1, dict[int, ConvWindow]()
         self._inputs: dict[int, Tensor] = {}  # of convolutions, until their layer comes to its recurrence
         self.started = False
-        self.purpose = "static cache"
+        self.purpose, self._step = "static cache", ""  # how steps run, once that is known
         self.turn = 0  # forwards that were not compiled: a text begins, or goes on after its prompt grew
         self._open = False  # one of these has not come to its end
 
@@ -138,6 +138,16 @@ class StaticState:
         self._inputs.clear()
         self.started = self._open = False
 
+    def explain(self) -> str:
+        """Which backend runs and why, the ring's geometry, and how steps run."""
+        return explain_state(self) + (f"\nstep: {self._step}" if self._step else "")
+
+    def tell_step(self, how: str) -> None:
+        """Takes down how steps run."""
+        if how != self._step:
+            self._step = how
+            self._explain()  # pyright: ignore[reportAttributeAccessIssue]
+
     def check_batch(self, B: int) -> None:
         """Raises ValueError where the cache was built for another number of sequences."""
         if self.pool is not None and self.pool.N != B:
@@ -195,8 +205,7 @@ class StaticState:
 
     @torch.compiler.disable
     def _explain(self) -> None:
-        self.report["explanation"] = explain_state(self)
-        self.report.pop("step", None)  # another cache's
+        self.report["explanation"] = self.explain()
 
 
 def stay(*tensors: Tensor) -> None:
@@ -241,8 +250,8 @@ class StaticReplayCache(StaticCache):
         return self.recurrent.nbytes
 
     def explain(self) -> str:
-        """Which backend runs the recurrent layers and why, and the ring's geometry."""
-        return explain_state(self.recurrent)
+        """Which backend runs the recurrent layers and why, the ring's geometry, and how steps run."""
+        return self.recurrent.explain()
 
     def check_size(self, tokens: int) -> None:
         """Raises ValueError where generate cannot write a text of ``tokens`` tokens with this cache."""
