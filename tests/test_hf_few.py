@@ -263,6 +263,7 @@ def test_experts_of_a_step_are_not_copied() -> None:
     replayssm.detach(model)
 
 
+@torch.no_grad()
 def test_what_a_step_has_in_place_of_stock_s_is_said(fake_graphs: None) -> None:
     torch.compiler.reset()
     model = replayssm.attach(build("kimi_linear"), fold_every=6, backend=BACKEND)
