@@ -5,6 +5,7 @@ Under Triton's interpreter on CPU tensors too (tests)."""
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -110,13 +111,16 @@ def launch_verify(
     q, k, v = _dense(q), _dense(k), _dense(v)
     g = _dense(g) if channel else g
     X, group, size = (2 * T if erase else T), HV // H, layer.ckpt.element_size()
-    group = 1 if channel else config.heads if group % config.heads == 0 else group
+    if channel:
+        group = math.gcd(HV, config.heads)  # heads is a power of two
+    elif group % config.heads == 0:
+        group = config.heads
     BK, BR = power_of_2(K, 32), power_of_2(layer.ring.most, 16)
     width = -(-(X * (BR + T + 1) + BR + 1) // 8) * 8  # whole sectors of 32 bytes
     rows = B * HV
-    by_channel = (rows * X * K, rows * BR * K, rows * K) if channel else (0, 0, 0)
+    by_channel = (rows * X * K * size // 4, rows * BR * K * size // 4, rows * K) if channel else (0, 0, 0)
     work_x, keys, decays, work, meta = layer.ring.scratch.take(*by_channel, rows * width, 4 * B, device=device)
-    meta = meta.view(torch.int32)
+    meta, work_x, keys = meta.view(torch.int32), work_x.view(layer.ckpt.dtype), keys.view(layer.ckpt.dtype)
     cuda, tensor_cores = _hardware(device)
     tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
     shape = dict(
@@ -129,8 +133,8 @@ def launch_verify(
         layer.ring.count, meta, work, work_x, keys, decays, *(0, 0) if parents is None else parents.stride(),
         *q.stride()[:3], *k.stride()[:3], *w.stride()[:3], *g.stride()[:3],
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
-        BC=BK if X <= 2 else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16), GROUP=group,
-        BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, EPS=layer.norm or 0.0,
+        BC=min(BK, 128 // group) if channel else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16),
+        GROUP=group, BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, EPS=layer.norm or 0.0,
         num_warps=1, **FUSED, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs

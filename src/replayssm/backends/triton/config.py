@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 # Bytes of states up to which a replay step in one launch is faster than in two, by erase and the bits of a number.
 ONE_LAUNCH = {(False, 32): 135e6, (False, 16): 17e6, (True, 32): 34e6, (True, 16): 6e6}
@@ -14,8 +15,9 @@ class LaunchConfig:
     """BV: state rows a program of the read kernel, 16 at least; num_warps: its warps; order: how programs run through
     blocks of V, rows of the batch and heads, fastest first.
     dot: products on tensor cores, else multiply-adds (of one token, decay by head only); registers: what a thread may
-    take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. heads: value heads of one key head
-    that a program of the first launch serves; all of them where that does not divide them. launches: of a step, two
+    take of them on an NVIDIA GPU, where 128 leave room for 16 warps and 136 for 12. heads: value heads that a program
+    of the first launch serves: with a decay by head of one key head, all of them where that does not divide them; by
+    channel of any, fewer where that does not divide them. launches: of a step, two
     (prepare.py, kernel.py) or one (single.py: one token; with a decay by channel only where every step folds), whose
     columns a row that go to different threads are BC."""
 
@@ -59,36 +61,42 @@ def launch_config(
     rows: states that the step works on, B * HV; ring: committed rows that it may find; folds: at every step."""
     if T == 1 and folds:
         return plain_config(K=K, V=V)
+    case: dict[str, Any] = dict(channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
     few = rows * K * V * state_bits / 8 <= ONE_LAUNCH[erase, state_bits]
     if T == 1 and not channel and ring <= 16 and few:
         return LaunchConfig(min(32 if power_of_2(K) <= 128 else 16, power_of_2(V, 16)), 2, dot=False, launches=1)
     if state_bits == 32 and T == 1 and not channel:
         order = "vbh" if erase else "bvh"
         return LaunchConfig(16, num_warps=1 if power_of_2(K) <= 128 else 2, dot=False, order=order)
-    return _fit(16 if state_bits == 32 and (channel or T == 1) else 32, state_bits=state_bits, K=K, V=V, T=T)
+    return _fit(16 if state_bits == 32 and (channel or T == 1) else 32, **case)
 
 
 def candidates(
     *, channel: bool, erase: bool, state_bits: int, K: int, V: int, T: int, rows: int = 1 << 20, ring: int = 16
 ) -> list[LaunchConfig]:
     """What is worth a try for a step, the shipped configuration first."""
-    case = dict(channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
+    case: dict[str, Any] = dict(channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
     shipped, first = launch_config(**case, rows=rows, ring=ring), launch_config(**case)
-    configs = [_fit(BV, state_bits=state_bits, K=K, V=V, T=T) for BV in (16, 32, 64)]
+    configs = [_fit(BV, **case) for BV in (16, 32, 64)]
     configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vbh", "bvh")]
     configs += [replace(first, registers=registers) for registers in ((None, 96) if first.dot else ())]
-    configs += [replace(first, heads=heads) for heads in (() if channel else (8, 4))]
+    configs += [replace(first, heads=heads) for heads in ((1, 2, 4) if channel else (8, 4))]
     if T == 1 and not channel:
         configs += [config for config in plain_candidates(K=K, V=V) if config.BC == 32 and config.BV >= 16]
     return list(dict.fromkeys([shipped, first, *configs]))
 
 
-def _fit(BV: int, *, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
-    """Products of BV rows, but no more rows than there are, and no more state than a thread has registers for."""
+def _fit(BV: int, *, channel: bool, erase: bool, state_bits: int, K: int, V: int, T: int) -> LaunchConfig:
+    """Products of BV rows, but no more rows than there are, and no more state than a thread has registers for; with a
+    decay by channel two heads in the first launch, if a thread has registers for their vectors."""
     while BV > 16 and (power_of_2(V, 16) < BV or BV * power_of_2(K) * state_bits > 32 * 128 * 32):
         BV //= 2
     numbers = BV * power_of_2(K) * state_bits // 1024  # of 32 bits, of the state, a thread
-    return LaunchConfig(BV, registers=None if T > 4 or numbers > 128 else 168 if numbers > 64 else 128)
+    registers = None if T > 4 or numbers > 128 else 168 if numbers > 64 else 128
+    if not channel:
+        return LaunchConfig(BV, registers=registers)
+    vectors = power_of_2(2 * T if erase else T)
+    return LaunchConfig(BV, registers=registers, heads=2 if T > 1 and 2 * vectors * power_of_2(K) <= 64 * 32 else 1)
 
 
 def plain_config(*, K: int, V: int) -> LaunchConfig:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.folding import absorb, absorb_prepared
-from replayssm.backends.triton.tiles import add_product, load_columns, ordered
+from replayssm.backends.triton.tiles import add_product, by_thread, load_columns, ordered
 
 
 @triton.jit
@@ -88,7 +88,6 @@ def _by_products(
     p_near, p_scale = p_work + X * BR, p_work + X * (BR + T)
     vs, nears, xs, fars, Ss, ds = (), (), (), (), (), ()
     for t in tl.static_range(T):
-        vs = vs + (tl.load(p_v + t * s_vt + o_v, mask=m_v, other=0.0),)
         nears = nears + (tl.load(p_near + t * X + o_x, mask=m_x, other=0.0),)
     p_x = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)
     for i in tl.static_range(BK // BC):
@@ -99,6 +98,8 @@ def _by_products(
     if i_slot < 0:
         tl.store(p_out, tl.zeros([BV, BX], p_o.dtype.element_ty), mask=m_out)
         return
+    for t in tl.static_range(T):
+        vs = vs + (tl.load(p_v + t * s_vt + o_v, mask=m_v, other=0.0),)
     for i in tl.static_range(BK // BC):
         Ss = Ss + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC),)
     o_r = tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -121,9 +122,11 @@ def _by_products(
             b_d -= tl.sum(tl.where((o_x == T + t)[None, :], b_y, 0.0), 1)
         b_y += b_d[:, None] * nears[t][None, :]
         b_new = tl.where((o_x == t)[None, :], b_d[:, None], b_new)
-    tl.store(p_out, b_y.to(p_o.dtype.element_ty), mask=m_out)
-    p_new = p_rd + ((i_head + n + o_x) % R)[None, :] * V + o_v[:, None]
-    tl.store(p_new, b_new.to(p_rd.dtype.element_ty), mask=m_out)
+    o_c = tl.arange(0, 4)[:, None, None] * 2 + tl.arange(0, 2)[None, :, None] + tl.arange(0, BX // 8)[None, None, :] * 8
+    o_c, o_n = o_c[:, None, :, :, None], o_e[None, :, None, None, :]
+    m_n = ((o_n < V) | (V % BV == 0)) & ((o_c < T) | (BX == T))
+    tl.store(p_o + o_c * s_ot + o_n, by_thread(b_y.to(p_o.dtype.element_ty)), mask=m_n)
+    tl.store(p_rd + (i_head + n + o_c) % R * V + o_n, by_thread(b_new.to(p_rd.dtype.element_ty)), mask=m_n)
     if due != 0:
         p_keep = p_work + X * (BR + T + 1)
         absorb_prepared(

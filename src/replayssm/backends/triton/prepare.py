@@ -16,6 +16,8 @@ import triton.language as tl
 
 from replayssm.backends.triton.tiles import add_product, load_columns, ordered
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): without the care for tiny results that tl.exp takes
+
 
 @triton.jit
 def prepare_kernel(
@@ -27,10 +29,10 @@ def prepare_kernel(
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
     WIDTH: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients of one key head's value heads (CHANNEL: of one value head). Grid: (B * H,) or (B * HV,).
+    """Coefficients of GROUP value heads, with a decay by head of one key head. Grid: (B * HV / GROUP,).
 
-    meta, work, keys, decays: see kernel.py. work_x [B, HV, X, K] float32, CHANNEL only: queries, then keys, decayed
-    down to the checkpoint (so scale is 1)."""
+    meta, work, keys, decays: see kernel.py. work_x [B, HV, X, K], CHANNEL only: queries, then keys, decayed down to the
+    checkpoint (so scale is 1)."""
     X: tl.constexpr = 2 * T if ERASE else T
     pid = tl.program_id(0)
     i_h, i_b = (pid % (HV // GROUP)) * GROUP, (pid // (HV // GROUP)).to(tl.int64)  # first value head
@@ -47,43 +49,33 @@ def prepare_kernel(
         tl.store(p_meta + 1, i_head)
         tl.store(p_meta + 2, n)
         tl.store(p_meta + 3, due)
-    o_h, o_r, o_x = tl.arange(0, BG), tl.arange(0, BR), tl.arange(0, BX)
-    m_h = o_h < GROUP
-    p_q, p_k = q + i_b * s_qb + i_g * s_qh, k + i_b * s_kb + i_g * s_kh
-    p_w, p_g = w + i_b * s_wb + (i_h + o_h) * s_wh, g + i_b * s_gb + i_h * s_gh
-    p_rk, p_rg = ring_k + i_slot * s_rkn + i_g * s_rkh, ring_g + i_slot * s_rgn + i_h * s_rgh
-    p_rw, p_work = ring_w + i_slot * s_rwn + (i_h + o_h) * s_rwh, work + (i_b * HV + i_h + o_h) * WIDTH
-    p_up = parents + i_b * s_pb
-    p_x = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)
-    o_k = tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :]
-    m_k = o_k < K
+    o_h, o_r, o_x, p_up = tl.arange(0, BG), tl.arange(0, BR), tl.arange(0, BX), parents + i_b * s_pb
     if CHANNEL:
-        i_bh = i_b * HV + i_h
-        b_unit = _by_channel(
-            p_x, p_k, w + i_b * s_wb + i_h * s_wh, p_g, p_rk, ring_w + i_slot * s_rwn + i_h * s_rwh, p_rg,
-            work + i_bh * WIDTH, work_x + i_bh * X * K + o_k, keys + i_bh * BR * K + o_k, decays + i_bh * K + o_k,
-            i_head, n, due, o_k, m_k, o_r, o_x, p_up, s_pt, s_kt, s_wt, s_gt, T, X, K, R, BR, TREE,
-            EPS,
+        _by_channel(
+            q + i_b * s_qb, k + i_b * s_kb, w + i_b * s_wb, g + i_b * s_gb, ring_k + i_slot * s_rkn,
+            ring_w + i_slot * s_rwn, ring_g + i_slot * s_rgn, work + i_b * HV * WIDTH, work_x + i_b * HV * X * K,
+            keys + i_b * HV * BR * K, decays + i_b * HV * K, i_head, n, due, i_h + o_h, o_r, o_x, p_up,
+            s_pt, s_qt, s_qh, s_kt, s_kh, s_wt, s_wh, s_gt, s_gh, s_rkh, s_rwh, s_rgh,
+            T, X, HV // H, K, R, BK, BC, BR, WIDTH, TREE, EPS,
         )  # fmt: skip
     else:
-        p_g, p_rg = p_g + o_h * s_gh, p_rg + o_h * s_rgh
+        m_h, o_k = o_h < GROUP, tl.arange(0, BK)
+        p_q, p_k, p_w = q + i_b * s_qb + i_g * s_qh, k + i_b * s_kb + i_g * s_kh, w + i_b * s_wb + (i_h + o_h) * s_wh
+        p_g, p_rg = g + i_b * s_gb + (i_h + o_h) * s_gh, ring_g + i_slot * s_rgn + (i_h + o_h) * s_rgh
+        p_rk, p_rw = ring_k + i_slot * s_rkn + i_g * s_rkh, ring_w + i_slot * s_rwn + (i_h + o_h) * s_rwh
         b_unit = _by_head(
-            p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt,
-            s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, EPS, PARTS,
-            PRECISION, UPCAST,
+            p_q, p_k, p_w, p_g, p_rk, p_rw, p_rg, work + (i_b * HV + i_h + o_h) * WIDTH, i_head, n, due, m_h, o_r, o_x,
+            p_up, s_pt, s_qt, s_kt, s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, EPS, PARTS, PRECISION,
+            UPCAST,
         )  # fmt: skip
-    for t in range(T):  # the new rows but for d
-        i_new = (i_head + n + t) % R
-        b_w = tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32)
-        tl.store(p_rw + i_new, b_w * (_at(b_unit, o_x, T + t) if EPS > 0 else 1.0), mask=m_h)
-        if CHANNEL:
-            b_g = tl.load(p_g + t * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
-            tl.store(p_rg + i_new * K + o_k, b_g, mask=m_k)
-        else:
+        for t in range(T):  # the new rows but for d
+            i_new = (i_head + n + t) % R
+            b_w = tl.load(p_w + t * s_wt, mask=m_h, other=0.0).to(tl.float32)
+            tl.store(p_rw + i_new, b_w * (_at(b_unit, o_x, T + t) if EPS > 0 else 1.0), mask=m_h)
             tl.store(p_rg + i_new, tl.load(p_g + t * s_gt, mask=m_h, other=0.0).to(tl.float32), mask=m_h)
-        if i_h % (HV // H) == 0:
-            b_k = tl.load(p_k + t * s_kt + o_k, mask=m_k, other=0.0)
-            tl.store(p_rk + i_new * K + o_k, b_k.to(p_rk.dtype.element_ty), mask=m_k)
+            if i_h % (HV // H) == 0:
+                b_k = tl.load(p_k + t * s_kt + o_k, mask=o_k < K, other=0.0)
+                tl.store(p_rk + i_new * K + o_k, b_k.to(p_rk.dtype.element_ty), mask=o_k < K)
 
 
 @triton.jit
@@ -115,8 +107,8 @@ def _times_one(blocks, p, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _by_head(
-    p_q, p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt, s_wt,
-    s_gt, T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    p_q, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt, s_wt, s_gt,
+    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, TREE: tl.constexpr,
     EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +120,7 @@ def _by_head(
     C: tl.constexpr = 16 * W
     KEEP: tl.constexpr = "evict_last" if T == 1 else ""
     o_j, o_t, i_row = tl.arange(0, BT), o_x % T, (i_head + o_r) % R
-    xs, news, olds = (), (), ()
+    p_x, xs, news, olds = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt), (), (), ()
     for i in tl.static_range(BK // C):
         xs = xs + (load_columns(p_x, o_x < X, i, K, BK, C),)
         olds = olds + (load_columns(p_rk + i_row * K, o_r < n, i, K, BK, C),)
@@ -173,75 +165,99 @@ def _by_head(
     b_log, b_at, m_hx = tl.zeros([BG, BX], tl.float32), o_t, m_h[:, None] & (o_x < X)[None, :]
     for j in tl.static_range(T - 1, -1, -1):
         b_w = ws[j] * _at(b_unit, o_x, T + j) if EPS > 0 else ws[j]
-        b_near = (grams[j] * b_factor)[None, :] * b_w[:, None] * tl.exp(b_log)
+        b_near = (grams[j] * b_factor)[None, :] * b_w[:, None] * tl.exp2(b_log * LOG2_E)
         m_on, b_at = _meets(b_at, o_t, j, ups[j], TREE)
         m_near = m_on & ((o_x < T) | (o_t > j))  # a key reads what came before it
         b_near = tl.where(m_near[None, :], b_near, 0.0)
         tl.store(p_near[:, None] + j * X + o_x[None, :], b_near, mask=m_hx)
         b_log += tl.where(m_on[None, :], gs[j][:, None], 0.0)
     b_all = tl.sum(b_next, 1) + tl.where(n > 0, b_oldest, 0.0)
-    b_keep *= tl.exp(tl.cumsum(b_next, 1, reverse=True))
-    tl.store(p_scale[:, None] + o_x[None, :], tl.exp(b_log + b_all[:, None]) * b_factor[None, :], mask=m_hx)
+    b_keep *= tl.exp2(tl.cumsum(b_next, 1, reverse=True) * LOG2_E)
+    b_scale = tl.exp2((b_log + b_all[:, None]) * LOG2_E) * b_factor[None, :]
+    tl.store(p_scale[:, None] + o_x[None, :], b_scale, mask=m_hx)
     for x in tl.static_range(X):
-        b_e = tl.exp(tl.sum(tl.where((o_x == x)[None, :], b_log, 0.0), 1))
+        b_e = tl.exp2(tl.sum(tl.where((o_x == x)[None, :], b_log, 0.0), 1) * LOG2_E)
         if EPS > 0:
             b_e *= _at(b_factor, o_x, x)
         b_far = scores[x][None, :] * (b_keep * b_e[:, None])
         tl.store(p_work[:, None] + x * BR + o_r[None, :], b_far, mask=m_h[:, None], eviction_policy=KEEP)
     tl.store(p_keep[:, None] + o_r[None, :], b_keep, mask=m_h[:, None] & (o_r < BR * due)[None, :])
-    tl.store(p_keep + BR, tl.exp(b_all), mask=tl.arange(0, BG) < GROUP * due)
+    tl.store(p_keep + BR, tl.exp2(b_all * LOG2_E), mask=tl.arange(0, BG) < GROUP * due)
     return b_unit
 
 
 @triton.jit
 def _by_channel(
-    p_x, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, p_out, p_keys, p_decay, i_head, n, due, o_k, m_k, o_r, o_x,
-    p_up, s_pt, s_kt, s_wt, s_gt,
-    T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, TREE: tl.constexpr,
-    EPS: tl.constexpr,
+    p_q, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, p_out, p_keys, p_decay, i_head, n, due, o_h, o_r, o_x, p_up,
+    s_pt, s_qt, s_qh, s_kt, s_kh, s_wt, s_wh, s_gt, s_gh, s_rkh, s_rwh, s_rgh,
+    T: tl.constexpr, X: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    BC: tl.constexpr, BR: tl.constexpr, WIDTH: tl.constexpr, TREE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """All vectors in one block [BX, NC, BC], as they decay by channel; four ring rows at a time."""
+    """Of value heads ``o_h``, SHARE to a key head: rows [GROUP, NC, BC], and all vectors [GROUP, BX, NC, BC], as they
+    decay by channel. Each head has threads of its own, and each thread the same columns of all NC pieces, so that
+    little of a sum passes from thread to thread."""
     KEEP: tl.constexpr = "evict_last" if T == 1 else ""
-    o_t, m_x = o_x % T, (o_x < X)[:, None, None] & m_k[None, :, :]
-    b_at, b_unit = o_t, tl.full(o_x.shape, 1.0, tl.float32)
-    b_x = tl.load(p_x[:, None, None] + o_k[None, :, :], mask=m_x, other=0.0).to(tl.float32)
+    SOME: tl.constexpr = 4 if X <= 2 else 2  # ring rows at a time, as many as registers allow
+    GROUP: tl.constexpr = o_h.shape[0]
+    BX: tl.constexpr = o_x.shape[0]
+    o_k = (tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :])[None, :, :]
+    o_k = tl.max_contiguous(o_k, [1, 1, 4])  # four to a thread, of any type: so no block changes threads
+    o_g, o_t, m_k, m_x = o_h // SHARE, o_x % T, (o_k < K) | (K == BK), ((o_x < X) | (X == BX))[None, :]
+    p_q, p_k = p_q + (o_g * s_qh)[:, None, None] + o_k, p_k + (o_g * s_kh)[:, None, None] + o_k
+    p_g, p_w = p_g + (o_h * s_gh)[:, None, None] + o_k, p_w + o_h * s_wh
+    p_rk, p_rg = p_rk + (o_g * s_rkh)[:, None, None] + o_k, p_rg + (o_h * s_rgh)[:, None, None] + o_k
+    p_rw, p_work, p_keys = p_rw + o_h * s_rwh, p_work + o_h * WIDTH, p_keys + (o_h * BR * K)[:, None, None] + o_k
+    p_x = tl.where((o_x < T)[None, :, None, None], p_q[:, None, :, :], p_k[:, None, :, :])
+    p_x += tl.where(o_x < T, o_x * s_qt, (o_x - T) * s_kt)[None, :, None, None]
+    m_xk = m_x[:, :, None, None] & m_k[:, None, :, :]
+    b_x = tl.load(p_x, mask=m_xk, other=0.0).to(tl.float32)
+    b_unit, b_at = tl.full([GROUP, BX], 1.0, tl.float32), o_t
     if EPS > 0:
-        b_unit = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(b_x * b_x, 1), 1) + EPS)
-        b_x *= tl.where(o_x < T, b_unit * (K**-0.5), b_unit)[:, None, None]
-    for i in range(T):
+        b_unit = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(b_x * b_x, 2), 2) + EPS)
+        b_x *= tl.where((o_x < T)[None, :], b_unit * (K**-0.5), b_unit)[:, :, None, None]
+    for i in tl.range(0, T, loop_unroll_factor=T if T <= 4 else 1):
         j = T - 1 - i
-        b_k = tl.load(p_k + j * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
-        b_g = tl.load(p_g + j * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_k, b_g = tl.load(p_k + j * s_kt, mask=m_k, other=0.0), tl.load(p_g + j * s_gt, mask=m_k, other=0.0)
+        b_w = tl.load(p_w + j * s_wt).to(tl.float32)
+        if EPS > 0:
+            b_w *= tl.sum(tl.where((o_x == T + j)[None, :], b_unit, 0.0), 1)
+        i_new = (i_head + n + j) % R  # the new row but for d
+        tl.store(p_rw + i_new, b_w)
+        tl.store(p_rg + i_new * K, b_g.to(p_rg.dtype.element_ty), mask=m_k)
+        tl.store(p_rk + i_new * K, b_k.to(p_rk.dtype.element_ty), mask=m_k & (o_h % SHARE == 0)[:, None, None])
         i_up = tl.load(p_up + j * s_pt).to(tl.int32) if TREE else 0
-        b_near = tl.sum(tl.sum(b_x * b_k[None, :, :], 1), 1) * tl.load(p_w + j * s_wt).to(tl.float32)
-        b_near *= _at(b_unit, o_x, T + j) if EPS > 0 else 1.0
+        b_near = tl.sum(tl.sum(b_x * b_k.to(tl.float32)[:, None, :, :], 2), 2) * b_w[:, None]
         m_on, b_at = _meets(b_at, o_t, j, i_up, TREE)
-        b_near = tl.where(m_on & ((o_x < T) | (o_t > j)), b_near, 0.0)  # a key reads what came before it
-        tl.store(p_work + X * BR + j * X + o_x, b_near, mask=o_x < X)
-        b_x = tl.where(m_on[:, None, None], b_x * tl.exp(b_g)[None, :, :], b_x)
-    b_back, o_a = tl.zeros(o_k.shape, tl.float32), tl.arange(0, 4)
-    for i in range(0, n, 4):
+        b_near = tl.where((m_on & ((o_x < T) | (o_t > j)))[None, :], b_near, 0.0)  # a key reads what came before it
+        tl.store(p_work[:, None] + X * BR + j * X + o_x[None, :], b_near, mask=m_x)
+        b_decay = tl.exp2(b_g.to(tl.float32) * LOG2_E)
+        b_x = tl.where(m_on[None, :, None, None], b_x * b_decay[:, None, :, :], b_x)
+    b_back = tl.zeros([GROUP, BK // BC, BC], tl.float32)  # log2 of the decay from after a row to the step
+    for i in range(0, n, SOME):
         rows, ones = (), ()
-        for a in tl.static_range(4):
-            i_old = (i_head + tl.maximum(n - 1 - i - a, 0)) % R  # past the oldest row: that again, without decay
-            b_g = tl.where(n > i + a, tl.load(p_rg + i_old * K + o_k, mask=m_k, other=0.0), 0.0)
-            rows = rows + (tl.load(p_rk + i_old * K + o_k, mask=m_k, other=0.0), b_g)
-        o_old = n - 1 - i - o_a
-        b_keep = tl.load(p_rw + (i_head + o_old) % R, mask=o_old >= 0, other=0.0)
-        for a in tl.static_range(4):
-            b_k = rows[2 * a].to(tl.float32) * tl.exp(b_back)
-            ones = ones + (tl.sum(tl.sum(b_x * b_k[None, :, :], 1), 1),)
-            b_back += rows[2 * a + 1]
-            tl.store(p_keys + (n - 1 - i - a) * K, b_k, mask=o_k < tl.where(n > i + a, K * due, 0))
-        b_far = tl.join(tl.join(ones[0], ones[2]), tl.join(ones[1], ones[3]))  # [BX, 2, 2]
-        b_far = tl.reshape(b_far, [o_x.shape[0], 4]) * b_keep[None, :]
-        m_far = (o_x < X)[:, None] & (o_old >= 0)[None, :]
-        tl.store(p_work + o_x[:, None] * BR + o_old[None, :], b_far, mask=m_far, eviction_policy=KEEP)
-    m_dead = (o_x < X)[:, None] & (o_r >= n)[None, :]
-    tl.store(p_work + o_x[:, None] * BR + o_r[None, :], tl.zeros([o_x.shape[0], BR], tl.float32), mask=m_dead)
-    b_keep = tl.load(p_rw + (i_head + o_r) % R, mask=o_r < n, other=0.0)
-    b_decay = tl.exp(b_back)
-    tl.store(p_out[None, :, :] + o_x[:, None, None] * K, b_x * b_decay[None, :, :], mask=m_x, eviction_policy=KEEP)
-    tl.store(p_work + X * (BR + T + 1) + o_r, b_keep, mask=o_r < BR * due)
-    tl.store(p_decay, b_decay, mask=o_k < K * due)
-    return b_unit
+        for a in tl.static_range(SOME):
+            i_row, m_row = (i_head + tl.maximum(n - 1 - i - a, 0)) % R, o_k < tl.where(n > i + a, K, 0)
+            rows = rows + (tl.load(p_rk + i_row * K, mask=m_row, other=0.0),)
+            rows = rows + (tl.load(p_rg + i_row * K, mask=m_row, other=0.0), tl.load(p_rw + i_row))
+        for a in tl.static_range(SOME):
+            b_k = rows[3 * a].to(tl.float32) * tl.exp2(b_back)
+            b_back += rows[3 * a + 1].to(tl.float32) * LOG2_E
+            ones = ones + (tl.sum(tl.sum(b_x * b_k[:, None, :, :], 2), 2) * rows[3 * a + 2][:, None],)
+            if due != 0:
+                m_row = o_k < tl.where(n > i + a, K, 0)
+                tl.store(p_keys + (n - 1 - i - a) * K, b_k.to(p_keys.dtype.element_ty), mask=m_row)
+        if SOME == 2:
+            b_far = tl.join(ones[0], ones[1])
+        else:
+            b_far = tl.reshape(tl.join(tl.join(ones[0], ones[2]), tl.join(ones[1], ones[3])), [GROUP, BX, SOME])
+        o_old = n - 1 - i - tl.arange(0, SOME)[None, None, :]
+        p_far, m_far = p_work[:, None, None] + o_x[None, :, None] * BR + o_old, m_x[:, :, None] & (o_old >= 0)
+        tl.store(p_far, b_far, mask=m_far, eviction_policy=KEEP)
+    p_dead = p_work[:, None, None] + o_x[None, :, None] * BR + o_r[None, None, :]
+    tl.store(p_dead, tl.zeros([GROUP, BX, BR], tl.float32), mask=m_x[:, :, None] & (o_r >= n)[None, None, :])
+    b_keep = tl.load(p_rw[:, None] + ((i_head + o_r) % R)[None, :], mask=(o_r < n)[None, :], other=0.0)
+    tl.store(p_work[:, None] + X * (BR + T + 1) + o_r[None, :], b_keep, mask=(o_r < BR * due)[None, :])
+    b_decay = tl.exp2(b_back)
+    tl.store(p_decay + (o_h * K)[:, None, None] + o_k, b_decay, mask=o_k < K * due)
+    p_out = (p_out + (o_h * X * K)[:, None, None] + o_k)[:, None, :, :] + o_x[None, :, None, None] * K
+    tl.store(p_out, (b_x * b_decay[:, None, :, :]).to(p_out.dtype.element_ty), mask=m_xk, eviction_policy=KEEP)

@@ -33,6 +33,15 @@ def unordered(b, W: tl.constexpr):
 
 
 @triton.jit
+def by_thread(b):
+    """Of a product ``[M, X]`` what each thread has, side by side: [4, 8, 2, X / 8, M / 8] are threads (i, j), and of
+    each the columns ``2 i``, ``2 i + 1`` and so on in steps of 8, and rows ``j + 8 a``. Stored so, a thread's rows
+    leave at once."""
+    E: tl.constexpr = b.shape[0] // 8
+    return tl.permute(tl.reshape(b, [E, 8, b.shape[1] // 8, 4, 2]), [3, 1, 4, 2, 0])
+
+
+@triton.jit
 def parts(b, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     """``b`` as a sum of PARTS blocks of DTYPE, of float32 as tensor cores take it (the upper 19 bits); itself alone
     where that holds it."""
