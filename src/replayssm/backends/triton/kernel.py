@@ -88,6 +88,7 @@ def _by_products(
     p_near, p_scale = p_work + X * BR, p_work + X * (BR + T)
     vs, nears, xs, fars, Ss, ds = (), (), (), (), (), ()
     for t in tl.static_range(T):
+        vs = vs + (tl.load(p_v + t * s_vt + o_v, mask=m_v, other=0.0),)
         nears = nears + (tl.load(p_near + t * X + o_x, mask=m_x, other=0.0),)
     p_x = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)
     for i in tl.static_range(BK // BC):
@@ -98,8 +99,6 @@ def _by_products(
     if i_slot < 0:
         tl.store(p_out, tl.zeros([BV, BX], p_o.dtype.element_ty), mask=m_out)
         return
-    for t in tl.static_range(T):
-        vs = vs + (tl.load(p_v + t * s_vt + o_v, mask=m_v, other=0.0),)
     for i in tl.static_range(BK // BC):
         Ss = Ss + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC),)
     o_r = tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
