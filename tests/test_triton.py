@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm import GDN, MAMBA2, LayerSpec, Recurrence, StatePool
+from replayssm import GDN, KDA, MAMBA2, LayerSpec, Recurrence, StatePool
 from replayssm.backends import triton
 from replayssm.backends.triton.config import LaunchConfig, candidates, launch_config
 from replayssm.testing import make_inputs
@@ -191,27 +191,28 @@ def test_rings_of_more_rows_than_a_product_takes() -> None:
 
 HEADS = """
 import torch
-from replayssm import MAMBA2, LayerSpec, StatePool, ops
+from replayssm import KDA, MAMBA2, LayerSpec, StatePool, ops
 from replayssm.backends import triton
 from replayssm.backends.triton.config import LaunchConfig
 from replayssm.testing import make_inputs
 
-rng = torch.Generator().manual_seed(0)
-spec, slots = LayerSpec(MAMBA2, 2, 8, 16, 16), torch.tensor([2, 0], dtype=torch.int32)
-pools = [StatePool(3, fold_every=2, window=2) for _ in range(4)]
-for pool in pools:
-    pool.add_layer(spec)
-for _ in range(3):
-    x = make_inputs(MAMBA2, 2, 2, 2, 8, 16, 16, torch.float32, rng)
-    outs = []
-    for heads, pool in zip((16, 2, 1), pools):
-        outs.append(torch.empty_like(x.v))
-        triton.launch_verify(pool.layers[0], *x, slots, outs[-1], LaunchConfig(16, heads=heads))
-    outs.append(ops.verify(pools[-1].layers[0], *x, slots=slots, backend="torch"))
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    torch.testing.assert_close(outs[0], outs[3], rtol=1e-5, atol=1e-5)
+for recurrence in (MAMBA2, KDA):
+    rng = torch.Generator().manual_seed(0)
+    spec, slots = LayerSpec(recurrence, 2, 8, 16, 16), torch.tensor([2, 0], dtype=torch.int32)
+    pools = [StatePool(3, fold_every=2, window=2) for _ in range(4)]
     for pool in pools:
-        pool.commit(slots, 2)
+        pool.add_layer(spec)
+    for _ in range(3):
+        x = make_inputs(recurrence, 2, 2, 2, 8, 16, 16, torch.float32, rng)
+        outs = []
+        for heads, pool in zip((16, 2, 1), pools):
+            outs.append(torch.empty_like(x.v))
+            triton.launch_verify(pool.layers[0], *x, slots, outs[-1], LaunchConfig(16, heads=heads))
+        outs.append(ops.verify(pools[-1].layers[0], *x, slots=slots, backend="torch"))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        torch.testing.assert_close(outs[0], outs[3], rtol=1e-5, atol=1e-5)
+        for pool in pools:
+            pool.commit(slots, 2)
 """
 
 
@@ -264,11 +265,12 @@ def test_numbers_are_taken_apart_as_tensor_cores_take_them(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("recurrence", [GDN, MAMBA2], ids=["gdn", "mamba2"])
+@pytest.mark.parametrize("recurrence", [GDN, MAMBA2, KDA], ids=["gdn", "mamba2", "kda"])
 def test_few_float32_keys_fit_into_registers(
     recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Compiled for an H100, not run: the first launch with as many keys as may take multiply-adds does not spill."""
+    """Compiled for an H100, not run: the first launch does not spill with as many keys as may take multiply-adds, nor
+    with the vectors of as many heads decaying by channel."""
     compiler, nvidia = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.nvidia")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -286,7 +288,7 @@ def test_few_float32_keys_fit_into_registers(
     layer = pool.add_layer(LayerSpec(recurrence, 16, 32, 128, 128))
     x = make_inputs(recurrence, 1, T, 16, 32, 128, 128, torch.float32)
     slots = torch.zeros(1, dtype=torch.int32)
-    triton.launch_verify(layer, *x, slots, torch.empty_like(x.v), LaunchConfig(16))
+    triton.launch_verify(layer, *x, slots, torch.empty_like(x.v), triton.config(layer, 1 << 14, T))
     (args, options), _ = calls
     pointers = {torch.float32: "*fp32", torch.int32: "*i32"}
     names = dict(zip(kernel.arg_names, args, strict=False))

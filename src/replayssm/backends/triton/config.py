@@ -66,7 +66,7 @@ def launch_config(
     if T == 1 and not channel and ring <= 16 and few:
         return LaunchConfig(min(32 if power_of_2(K) <= 128 else 16, power_of_2(V, 16)), 2, dot=False, launches=1)
     if state_bits == 32 and T == 1 and not channel:
-        order = "vbh" if erase else "bvh"
+        order = "bvh" if V <= 64 and not erase else "vbh"
         return LaunchConfig(16, num_warps=1 if power_of_2(K) <= 128 else 2, dot=False, order=order)
     return _fit(16 if state_bits == 32 and (channel or T == 1) else 32, **case)
 
