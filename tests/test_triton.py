@@ -22,6 +22,8 @@ from replayssm.testing import make_inputs
 pytest.importorskip("triton")
 from replayssm.backends.triton import prepare
 
+ROOT = Path(__file__).parent.parent
+
 CHECK = """
 import json, sys, torch
 from replayssm.recurrence import Recurrence
@@ -66,6 +68,18 @@ def test_against_the_oracle(decay: str, erase: bool, dtype: str, T: int, launche
     assert row["skipped"] is None
     assert row["ok"], row
     assert row["launches"] == [launches]
+
+
+CORE = "padding or appended or no_tokens or nothing_else or rejected_draft or heads-first"
+
+
+@pytest.mark.parametrize("recurrence", ["mamba2", "gdn", "kda"])
+def test_the_core_in_the_interpreter(recurrence: str) -> None:
+    """The tests of test_ops.py that are short there; dtypes, shapes and T are above, all of it runs on a GPU."""
+    chosen = f"triton and {recurrence} and not cuda and ({CORE})"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_ops.py", "-k", chosen]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
 
 
 PLAIN = """
