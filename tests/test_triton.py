@@ -171,22 +171,24 @@ def test_odd_shapes_strided_views_and_staggered_folds_as_the_torch_backend() -> 
 
 LONG = """
 import torch
-from replayssm import GDN, KDA, LayerSpec, StatePool, ops
+from replayssm import GDN, KDA, LayerSpec, Recurrence, StatePool, ops
 from replayssm.testing import Oracle, make_inputs
 
 torch.set_num_threads(1)
 rng = torch.Generator().manual_seed(0)
-for recurrence, dtype in ((GDN, torch.float32), (KDA, torch.bfloat16)):
-    H, HV, K, V, T = 1, 2, 48, 40, 3
+fourth = Recurrence(decay="channel", erase=False)  # with 153 numbers of 16 bits in a workspace of 32
+single, half = torch.float32, torch.bfloat16
+for recurrence, dtype, HV, K in ((GDN, single, 2, 48), (KDA, half, 2, 48), (fourth, half, 1, 17)):
+    H, V, T = 1, 40, 3
     spec = LayerSpec(recurrence, H, HV, K, V, dtype)
-    pool, oracle, slots = StatePool(4, fold_every=22, window=T), Oracle(spec, 4), torch.tensor([2, 3]).int()
+    pool, oracle, slots = StatePool(4, fold_every=22, window=T), Oracle(spec, 4), torch.tensor([2, 3, 0]).int()
     layer, most, folds = pool.add_layer(spec), 0, 0
     pool.alloc(4)
     for _ in range(11):
-        x = make_inputs(recurrence, 2, T, H, HV, K, V, torch.float32, rng)
+        x = make_inputs(recurrence, 3, T, H, HV, K, V, torch.float32, rng)
         before = pool.ring.count[slots.long()]
         oracle.verify(x, slots, ops.verify(layer, *x, slots=slots, backend="triton"))
-        accepted = torch.tensor([3, 2])
+        accepted = torch.tensor([3, 2, 3])
         pool.commit(slots, accepted)
         oracle.commit(accepted)
         most, folds = max(most, int(before.max())), folds + int((pool.ring.count[slots.long()] < before).sum())

@@ -118,9 +118,11 @@ def launch_verify(
     BK, BR = power_of_2(K, 32), power_of_2(layer.ring.most, 16)
     width = -(-(X * (BR + T + 1) + BR + 1) // 8) * 8  # whole sectors of 32 bytes
     rows = B * HV
-    by_channel = (rows * X * K * size // 4, rows * BR * K * size // 4, rows * K) if channel else (0, 0, 0)
+    by_channel = (-(-rows * X * K * size // 4), rows * BR * K * size // 4, rows * K) if channel else (0, 0, 0)
     work_x, keys, decays, work, meta = layer.ring.scratch.take(*by_channel, rows * width, 4 * B, device=device)
-    meta, work_x, keys = meta.view(torch.int32), work_x.view(layer.ckpt.dtype), keys.view(layer.ckpt.dtype)
+    meta = meta.view(torch.int32)
+    if channel:
+        work_x, keys = work_x.view(layer.ckpt.dtype)[: rows * X * K], keys.view(layer.ckpt.dtype)
     cuda, tensor_cores = _hardware(device)
     tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
     shape = dict(
