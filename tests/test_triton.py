@@ -344,3 +344,5 @@ def test_a_configuration_is_a_pure_function_that_fits_the_layer() -> None:
 def test_a_configuration_that_miscompiles_is_refused() -> None:
     with pytest.raises(ValueError, match=r"BV >= 16 \* num_warps; got BV=64, num_warps=8"):
         LaunchConfig(BV=64, num_warps=8, dot=True)
+    with pytest.raises(ValueError, match="power of two up to 32; got heads=3"):
+        LaunchConfig(BV=16, heads=3)

@@ -36,6 +36,8 @@ class LaunchConfig:
             raise ValueError(
                 f"LaunchConfig: dot needs BV >= 16 * num_warps; got BV={self.BV}, num_warps={self.num_warps}"
             )
+        if self.heads not in (1, 2, 4, 8, 16, 32):  # by channel each has 32 / heads threads of a warp
+            raise ValueError(f"LaunchConfig: heads is a power of two up to 32; got heads={self.heads}")
 
 
 def power_of_2(n: int, least: int = 1) -> int:
@@ -61,14 +63,14 @@ def launch_config(
     rows: states that the step works on, B * HV; ring: committed rows that it may find; folds: at every step."""
     if T == 1 and folds:
         return plain_config(K=K, V=V)
-    case: dict[str, Any] = dict(channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
     few = rows * K * V * state_bits / 8 <= ONE_LAUNCH[erase, state_bits]
     if T == 1 and not channel and ring <= 16 and few:
         return LaunchConfig(min(32 if power_of_2(K) <= 128 else 16, power_of_2(V, 16)), 2, dot=False, launches=1)
     if state_bits == 32 and T == 1 and not channel:
         order = "bvh" if V <= 64 and not erase else "vbh"
         return LaunchConfig(16, num_warps=1 if power_of_2(K) <= 128 else 2, dot=False, order=order)
-    return _fit(16 if state_bits == 32 and (channel or T == 1) else 32, **case)
+    BV = 16 if state_bits == 32 and (channel or T == 1) else 32
+    return _fit(BV, channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
 
 
 def candidates(

@@ -123,7 +123,7 @@ def _by_products(
         b_new = tl.where((o_x == t)[None, :], b_d[:, None], b_new)
     o_c = tl.arange(0, 4)[:, None, None] * 2 + tl.arange(0, 2)[None, :, None] + tl.arange(0, BX // 8)[None, None, :] * 8
     o_c, o_n = o_c[:, None, :, :, None], o_e[None, :, None, None, :]
-    m_n = ((o_n < V) | (V % BV == 0)) & ((o_c < T) | (BX == T))
+    m_n = m_e[None, :, None, None, :] & ((o_c < T) | (BX == T))
     tl.store(p_o + o_c * s_ot + o_n, by_thread(b_y.to(p_o.dtype.element_ty)), mask=m_n)
     tl.store(p_rd + (i_head + n + o_c) % R * V + o_n, by_thread(b_new.to(p_rd.dtype.element_ty)), mask=m_n)
     if due != 0:
