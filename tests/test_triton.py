@@ -5,22 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from replayssm import GDN, KDA, MAMBA2, LayerSpec, Recurrence, StatePool
-from replayssm.backends import triton
 from replayssm.backends.triton.config import LaunchConfig, candidates, launch_config
-from replayssm.testing import make_inputs
 
 pytest.importorskip("triton")
-from replayssm.backends.triton import prepare
 
 ROOT = Path(__file__).parent.parent
 
@@ -279,48 +272,6 @@ def test_numbers_are_taken_apart_as_tensor_cores_take_them(tmp_path: Path) -> No
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("recurrence", [GDN, MAMBA2, KDA], ids=["gdn", "mamba2", "kda"])
-def test_few_float32_keys_fit_into_registers(
-    recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Compiled for an H100, not run: the first launch does not spill with as many keys as may take multiply-adds, nor
-    with the vectors of as many heads decaying by channel."""
-    compiler, nvidia = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.nvidia")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    class Noted:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **kwargs: calls.append((args, kwargs))
-
-    kernel = prepare.prepare_kernel
-    monkeypatch.setattr(prepare, "prepare_kernel", Noted())
-    monkeypatch.setattr("replayssm.backends.triton.kernel.read_kernel", Noted())
-    monkeypatch.setattr(triton, "_hardware", lambda device: (True, True))
-    T = 8 // (1 + recurrence.erase)
-    pool = StatePool(1, window=T)
-    layer = pool.add_layer(LayerSpec(recurrence, 16, 32, 128, 128))
-    x = make_inputs(recurrence, 1, T, 16, 32, 128, 128, torch.float32)
-    slots = torch.zeros(1, dtype=torch.int32)
-    triton.launch_verify(layer, *x, slots, torch.empty_like(x.v), triton.config(layer, 1 << 14, T))
-    (args, options), _ = calls
-    pointers = {torch.float32: "*fp32", torch.int32: "*i32"}
-    names = dict(zip(kernel.arg_names, args, strict=False))
-    signature = {n: pointers[y.dtype] if isinstance(y, torch.Tensor) else "i32" for n, y in names.items()}
-    constants = {n: y for n, y in options.items() if n in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, y in enumerate(args) if isinstance(y, torch.Tensor) or y % 16 == 0
-    }
-    source = compiler.ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    made = compiler.compile(source, target=target, options={n: y for n, y in options.items() if n not in constants})
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    cubin = tmp_path / "prepare.cubin"
-    cubin.write_bytes(made.asm["cubin"])
-    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack is not None and int(stack[1]) <= 64, usage
 
 
 def test_a_configuration_is_a_pure_function_that_fits_the_layer() -> None:

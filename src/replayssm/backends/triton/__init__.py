@@ -137,7 +137,7 @@ def launch_verify(
         *layer.k.stride()[:2], *layer.w.stride()[:2], *layer.g.stride()[:2],
         BC=min(BK, 128 // group) if channel else 32, BX=power_of_2(X, 1 if channel else 8), BT=power_of_2(T, 16),
         GROUP=group, BG=power_of_2(group), LIMIT=layer.ring.limit, TREE=parents is not None, EPS=layer.norm or 0.0,
-        num_warps=1, **FUSED, **shape,
+        KEEP="evict_last" if T == 1 or size == 2 else "", num_warps=1, **FUSED, **shape,
     )  # fmt: skip
     if channel:  # the decayed X, [B, X, HV, K], in place of the inputs
         x = work_x.view(B, HV, X, K).transpose(1, 2)

@@ -80,7 +80,7 @@ def candidates(
     case: dict[str, Any] = dict(channel=channel, erase=erase, state_bits=state_bits, K=K, V=V, T=T)
     shipped, first = launch_config(**case, rows=rows, ring=ring), launch_config(**case)
     configs = [_fit(BV, **case) for BV in (16, 32, 64)]
-    configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vbh", "bvh")]
+    configs += [replace(config, order=order) for config in (first, configs[0]) for order in ("vhb", "vbh", "bvh")]
     configs += [replace(first, registers=registers) for registers in ((None, 96) if first.dot else ())]
     configs += [replace(first, heads=heads) for heads in ((1, 2, 4) if channel else (8, 4))]
     if T == 1 and not channel:
@@ -95,10 +95,11 @@ def _fit(BV: int, *, channel: bool, erase: bool, state_bits: int, K: int, V: int
         BV //= 2
     numbers = BV * power_of_2(K) * state_bits // 1024  # of 32 bits, of the state, a thread
     registers = None if T > 4 or numbers > 128 else 168 if numbers > 64 else 128
+    order = "vbh" if T == 1 and state_bits == 16 else "vhb"
     if not channel:
-        return LaunchConfig(BV, registers=registers)
-    vectors = power_of_2(2 * T if erase else T)
-    return LaunchConfig(BV, registers=registers, heads=2 if T > 1 and 2 * vectors * power_of_2(K) <= 64 * 32 else 1)
+        return LaunchConfig(BV, order=order, registers=registers)
+    heads = 2 if T > 1 and 2 * power_of_2(2 * T if erase else T) * power_of_2(K) <= 64 * 32 else 1
+    return LaunchConfig(BV, order=order, registers=registers, heads=heads)
 
 
 def plain_config(*, K: int, V: int) -> LaunchConfig:

@@ -79,7 +79,7 @@ def absorb_prepared(
                 p_key = p_keys + (i_r if CHANNEL else (i_head + i_r) % R)[:, None] * K + o_a[None, :]
                 m_key = (i_r < n)[:, None] & ((o_a < K) | (K == BK))[None, :]
                 rows = rows + (tl.load(p_key, mask=m_key, other=0.0),)
-            blocks = blocks + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC),)
+            blocks = blocks + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC, False),)
             if CHANNEL:
                 o_c = i * BC + tl.arange(0, 4)[:, None] * (BC // 4) + tl.arange(0, BC // 4)[None, :]
                 fades = fades + (tl.load(p_decay + o_c, mask=(o_c < K) | (K == BK), other=0.0),)
@@ -90,7 +90,8 @@ def absorb_prepared(
                 b_add = dot(ws[j], parts(tl.reshape(b_key, [16, BC]), PARTS, DTYPE), b_add, PARTS, "ieee")
             b_S = blocks[i].to(tl.float32) * (fades[i][:, None, :] if CHANNEL else decay) + unordered(b_add, 2)
             o_c = (i_some + i) * BC + tl.arange(0, 4)[:, None] * (BC // 4) + tl.arange(0, BC // 4)[None, :]
-            p_block, m_c = (p_S + o_v * K)[None, :, None] + o_c[:, None, :], (o_c < K) | (K == BK)
+            p_block = tl.max_contiguous((p_S + o_v * K)[None, :, None] + o_c[:, None, :], [4, 2, 16])
+            m_c = (o_c < K) | (K == BK)
             tl.store(p_block, b_S.to(STATE), mask=m_v[None, :, None] & m_c[:, None, :])
 
 

@@ -92,20 +92,21 @@ def _by_products(
         nears = nears + (tl.load(p_near + t * X + o_x, mask=m_x, other=0.0),)
     p_x = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)
     for i in tl.static_range(BK // BC):
-        xs = xs + (load_columns(p_x, m_x, i, K, BK, BC),)
+        xs = xs + (load_columns(p_x, m_x, i, K, BK, BC, True),)
     for i in tl.static_range(BR // 16):
-        fars = fars + (load_columns(p_work + o_x * BR, m_x, i, BR, BR, 16),)
+        fars = fars + (load_columns(p_work + o_x * BR, m_x, i, BR, BR, 16, False),)
     scale = 1.0 if CHANNEL else tl.load(p_scale + o_x, mask=m_x, other=0.0)[None, :]
     if i_slot < 0:
         tl.store(p_out, tl.zeros([BV, BX], p_o.dtype.element_ty), mask=m_out)
         return
     for i in tl.static_range(BK // BC):
-        Ss = Ss + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC),)
+        Ss = Ss + (load_columns(p_S + o_v * K, m_v, i, K, BK, BC, True),)
     o_r = tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     o_e = i_v * BV + tl.arange(0, 8)[:, None] * E + tl.arange(0, E)[None, :]
     m_e = (o_e < V) | (V % BV == 0)
     for i in tl.static_range(BR // 16):
         p_e = p_rd + ((i_head + i * 16 + o_r) % R)[:, None, :, None] * V + o_e[None, :, None, :]
+        p_e = tl.max_contiguous(p_e, [8, 4, 2, 16])
         b_e = tl.load(p_e, mask=(i * 16 + o_r < n)[:, None, :, None] & m_e[None, :, None, :], other=0.0)
         ds = ds + (tl.reshape(tl.permute(b_e, [0, 3, 1, 2]), [4, BV, 4]),)
     b_y = tl.zeros([BV, BX], tl.float32)
@@ -124,8 +125,10 @@ def _by_products(
     o_c = tl.arange(0, 4)[:, None, None] * 2 + tl.arange(0, 2)[None, :, None] + tl.arange(0, BX // 8)[None, None, :] * 8
     o_c, o_n = o_c[:, None, :, :, None], o_e[None, :, None, None, :]
     m_n = m_e[None, :, None, None, :] & ((o_c < T) | (BX == T))
-    tl.store(p_o + o_c * s_ot + o_n, by_thread(b_y.to(p_o.dtype.element_ty)), mask=m_n)
-    tl.store(p_rd + (i_head + n + o_c) % R * V + o_n, by_thread(b_new.to(p_rd.dtype.element_ty)), mask=m_n)
+    p_y = tl.max_contiguous(p_o + o_c * s_ot + o_n, [16, 8, 4, 2, 32])
+    p_new = tl.max_contiguous(p_rd + (i_head + n + o_c) % R * V + o_n, [16, 8, 4, 2, 32])
+    tl.store(p_y, by_thread(b_y.to(p_o.dtype.element_ty)), mask=m_n)
+    tl.store(p_new, by_thread(b_new.to(p_rd.dtype.element_ty)), mask=m_n)
     if due != 0:
         p_keep = p_work + X * (BR + T + 1)
         absorb_prepared(
@@ -154,7 +157,8 @@ def _by_multiply_adds(
         tl.store(p_o + o_v, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
         return
     m_S = m_v[:, None, None] & m_k[None, :, :]
-    b_S = tl.load(p_S + o_v[:, None, None] * K + o_k[None, :, :], mask=m_S, other=0.0).to(tl.float32)
+    p_block = tl.max_contiguous(p_S + o_v[:, None, None] * K + o_k[None, :, :], [4, 2, 16])
+    b_S = tl.load(p_block, mask=m_S, other=0.0).to(tl.float32)
     m_rd = (o_r < n)[:, None] & m_v[None, :]
     b_rd = tl.load(p_rd + ((i_head + o_r) % R)[:, None] * V + o_v[None, :], mask=m_rd, other=0.0).to(tl.float32)
     b_o = tl.sum(tl.sum(b_S * b_q.to(tl.float32)[None, :, :], 1), 1) * scale + tl.sum(b_rd * b_far[:, None], 0)

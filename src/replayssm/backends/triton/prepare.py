@@ -5,8 +5,8 @@ that they meet gets a coefficient. Of a draft tree's tokens they meet their ance
 before the exponential is taken: errors of exponentials would multiply up. Sums are over suffixes, never differences of
 prefix sums.
 
-Of one token, what is written here is small, and caches are asked to keep it for the second launch while states stream
-through; of more, that takes them more room than it is worth (docs/log.md).
+What is written here caches are asked to keep (KEEP) for the second launch while states stream through, but for more
+than one token on float32 states, where that takes them more room than it is worth (docs/log.md).
 
 Where q and k come without their norm (EPS), its factor goes into the coefficients of each, and a key's into the w of
 its row; so the state is read with, and the ring keeps, what came."""
@@ -28,6 +28,7 @@ def prepare_kernel(
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, TREE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
     WIDTH: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of GROUP value heads, with a decay by head of one key head. Grid: (B * HV / GROUP,).
 
@@ -56,7 +57,7 @@ def prepare_kernel(
             ring_w + i_slot * s_rwn, ring_g + i_slot * s_rgn, work + i_b * HV * WIDTH, work_x + i_b * HV * X * K,
             keys + i_b * HV * BR * K, decays + i_b * HV * K, i_head, n, due, i_h + o_h, o_r, o_x, p_up,
             s_pt, s_qt, s_qh, s_kt, s_kh, s_wt, s_wh, s_gt, s_gh, s_rkh, s_rwh, s_rgh,
-            T, X, HV // H, K, R, BK, BC, BR, WIDTH, TREE, EPS,
+            T, X, HV // H, K, R, BK, BC, BR, WIDTH, TREE, EPS, KEEP,
         )  # fmt: skip
     else:
         m_h, o_k = o_h < GROUP, tl.arange(0, BK)
@@ -66,7 +67,7 @@ def prepare_kernel(
         b_unit = _by_head(
             p_q, p_k, p_w, p_g, p_rk, p_rw, p_rg, work + (i_b * HV + i_h + o_h) * WIDTH, i_head, n, due, m_h, o_r, o_x,
             p_up, s_pt, s_qt, s_kt, s_wt, s_gt, T, X, K, R, BK, BR, GROUP, BG, BX, BT, TREE, EPS, PARTS, PRECISION,
-            UPCAST,
+            UPCAST, KEEP,
         )  # fmt: skip
         for t in range(T):  # the new rows but for d
             i_new = (i_head + n + t) % R
@@ -96,11 +97,17 @@ def _at(b, o, i):
 
 
 @triton.jit
+def _ranked(p):
+    """Of addresses [GROUP, NC, BC] the hint of tiles.py: threads to heads before pieces."""
+    return tl.max_contiguous(p, [2, 1, 4])
+
+
+@triton.jit
 def _times_one(blocks, p, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
     """Of rows loaded by columns the products with the vector at ``p``: [rows]."""
     b = tl.zeros(blocks[0].shape, tl.float32)
     for i in tl.static_range(BK // C):
-        b_one = load_columns(p + tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), i, K, BK, C)
+        b_one = load_columns(p + tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), i, K, BK, C, True)
         b += blocks[i].to(tl.float32) * b_one.to(tl.float32)
     return tl.sum(tl.sum(b, 2), 0)
 
@@ -110,7 +117,7 @@ def _by_head(
     p_q, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, i_head, n, due, m_h, o_r, o_x, p_up, s_pt, s_qt, s_kt, s_wt, s_gt,
     T: tl.constexpr, X: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr, BG: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, TREE: tl.constexpr,
-    EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Products with keys are shared by the value heads, decays [BG] are not. On tensor cores, but for a few of float32,
     which would have to go there in parts."""
@@ -118,14 +125,13 @@ def _by_head(
     W: tl.constexpr = 32 // INPUT.primitive_bitwidth
     FEW: tl.constexpr = W == 1 and X <= 8  # more of them do not fit into registers
     C: tl.constexpr = 16 * W
-    KEEP: tl.constexpr = "evict_last" if T == 1 else ""
     o_j, o_t, i_row = tl.arange(0, BT), o_x % T, (i_head + o_r) % R
     p_x, xs, news, olds = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt), (), (), ()
     for i in tl.static_range(BK // C):
-        xs = xs + (load_columns(p_x, o_x < X, i, K, BK, C),)
-        olds = olds + (load_columns(p_rk + i_row * K, o_r < n, i, K, BK, C),)
+        xs = xs + (load_columns(p_x, o_x < X, i, K, BK, C, True),)
+        olds = olds + (load_columns(p_rk + i_row * K, o_r < n, i, K, BK, C, True),)
         if not FEW:
-            news = news + (load_columns(p_k + o_j * s_kt, o_j < T, i, K, BK, C),)
+            news = news + (load_columns(p_k + o_j * s_kt, o_j < T, i, K, BK, C, True),)
     m_hr, p_next = m_h[:, None] & (o_r < n)[None, :], p_rg[:, None] + ((i_head + o_r + 1) % R)[None, :]
     b_keep = tl.load(p_rw[:, None] + i_row[None, :], mask=m_hr, other=0.0)  # [BG, BR]
     b_next = tl.load(p_next, mask=m_h[:, None] & (o_r + 1 < n)[None, :], other=0.0)
@@ -169,12 +175,12 @@ def _by_head(
         m_on, b_at = _meets(b_at, o_t, j, ups[j], TREE)
         m_near = m_on & ((o_x < T) | (o_t > j))  # a key reads what came before it
         b_near = tl.where(m_near[None, :], b_near, 0.0)
-        tl.store(p_near[:, None] + j * X + o_x[None, :], b_near, mask=m_hx)
+        tl.store(p_near[:, None] + j * X + o_x[None, :], b_near, mask=m_hx, eviction_policy=KEEP)
         b_log += tl.where(m_on[None, :], gs[j][:, None], 0.0)
     b_all = tl.sum(b_next, 1) + tl.where(n > 0, b_oldest, 0.0)
     b_keep *= tl.exp2(tl.cumsum(b_next, 1, reverse=True) * LOG2_E)
     b_scale = tl.exp2((b_log + b_all[:, None]) * LOG2_E) * b_factor[None, :]
-    tl.store(p_scale[:, None] + o_x[None, :], b_scale, mask=m_hx)
+    tl.store(p_scale[:, None] + o_x[None, :], b_scale, mask=m_hx, eviction_policy=KEEP)
     for x in tl.static_range(X):
         b_e = tl.exp2(tl.sum(tl.where((o_x == x)[None, :], b_log, 0.0), 1) * LOG2_E)
         if EPS > 0:
@@ -191,25 +197,25 @@ def _by_channel(
     p_q, p_k, p_w, p_g, p_rk, p_rw, p_rg, p_work, p_out, p_keys, p_decay, i_head, n, due, o_h, o_r, o_x, p_up,
     s_pt, s_qt, s_qh, s_kt, s_kh, s_wt, s_wh, s_gt, s_gh, s_rkh, s_rwh, s_rgh,
     T: tl.constexpr, X: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    BC: tl.constexpr, BR: tl.constexpr, WIDTH: tl.constexpr, TREE: tl.constexpr, EPS: tl.constexpr,
+    BC: tl.constexpr, BR: tl.constexpr, WIDTH: tl.constexpr, TREE: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Of value heads ``o_h``, SHARE to a key head: rows [GROUP, NC, BC], and all vectors [GROUP, BX, NC, BC], as they
     decay by channel. Each head has threads of its own, and each thread the same columns of all NC pieces, so that
     little of a sum passes from thread to thread."""
-    KEEP: tl.constexpr = "evict_last" if T == 1 else ""
     SOME: tl.constexpr = 4 if X <= 2 else 2  # ring rows at a time, as many as registers allow
     GROUP: tl.constexpr = o_h.shape[0]
     BX: tl.constexpr = o_x.shape[0]
     o_k = (tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :])[None, :, :]
     o_k = tl.max_contiguous(o_k, [1, 1, 4])  # four to a thread, of any type: so no block changes threads
     o_g, o_t, m_k, m_x = o_h // SHARE, o_x % T, (o_k < K) | (K == BK), ((o_x < X) | (X == BX))[None, :]
-    p_q, p_k = p_q + (o_g * s_qh)[:, None, None] + o_k, p_k + (o_g * s_kh)[:, None, None] + o_k
-    p_g, p_w = p_g + (o_h * s_gh)[:, None, None] + o_k, p_w + o_h * s_wh
-    p_rk, p_rg = p_rk + (o_g * s_rkh)[:, None, None] + o_k, p_rg + (o_h * s_rgh)[:, None, None] + o_k
-    p_rw, p_work, p_keys = p_rw + o_h * s_rwh, p_work + o_h * WIDTH, p_keys + (o_h * BR * K)[:, None, None] + o_k
+    p_q, p_k = p_q + (o_g * s_qh)[:, None, None] + o_k, _ranked(p_k + (o_g * s_kh)[:, None, None] + o_k)
+    p_g, p_w = _ranked(p_g + (o_h * s_gh)[:, None, None] + o_k), p_w + o_h * s_wh
+    p_rk, p_rg = p_rk + (o_g * s_rkh)[:, None, None] + o_k, _ranked(p_rg + (o_h * s_rgh)[:, None, None] + o_k)
+    p_rk, p_keys = _ranked(p_rk), _ranked(p_keys + (o_h * BR * K)[:, None, None] + o_k)
+    p_rw, p_work, p_decay = p_rw + o_h * s_rwh, p_work + o_h * WIDTH, _ranked(p_decay + (o_h * K)[:, None, None] + o_k)
     p_x = tl.where((o_x < T)[None, :, None, None], p_q[:, None, :, :], p_k[:, None, :, :])
     p_x += tl.where(o_x < T, o_x * s_qt, (o_x - T) * s_kt)[None, :, None, None]
-    m_xk = m_x[:, :, None, None] & m_k[:, None, :, :]
+    m_xk, p_x = m_x[:, :, None, None] & m_k[:, None, :, :], tl.max_contiguous(p_x, [2, 1, 1, 4])
     b_x = tl.load(p_x, mask=m_xk, other=0.0).to(tl.float32)
     b_unit, b_at = tl.full([GROUP, BX], 1.0, tl.float32), o_t
     if EPS > 0:
@@ -229,7 +235,7 @@ def _by_channel(
         b_near = tl.sum(tl.sum(b_x * b_k.to(tl.float32)[:, None, :, :], 2), 2) * b_w[:, None]
         m_on, b_at = _meets(b_at, o_t, j, i_up, TREE)
         b_near = tl.where((m_on & ((o_x < T) | (o_t > j)))[None, :], b_near, 0.0)  # a key reads what came before it
-        tl.store(p_work[:, None] + X * BR + j * X + o_x[None, :], b_near, mask=m_x)
+        tl.store(p_work[:, None] + X * BR + j * X + o_x[None, :], b_near, mask=m_x, eviction_policy=KEEP)
         b_decay = tl.exp2(b_g.to(tl.float32) * LOG2_E)
         b_x = tl.where(m_on[None, :, None, None], b_x * b_decay[:, None, :, :], b_x)
     b_back = tl.zeros([GROUP, BK // BC, BC], tl.float32)  # log2 of the decay from after a row to the step
@@ -258,6 +264,7 @@ def _by_channel(
     b_keep = tl.load(p_rw[:, None] + ((i_head + o_r) % R)[None, :], mask=(o_r < n)[None, :], other=0.0)
     tl.store(p_work[:, None] + X * (BR + T + 1) + o_r[None, :], b_keep, mask=(o_r < BR * due)[None, :])
     b_decay = tl.exp2(b_back)
-    tl.store(p_decay + (o_h * K)[:, None, None] + o_k, b_decay, mask=o_k < K * due)
+    tl.store(p_decay, b_decay, mask=o_k < K * due)
     p_out = (p_out + (o_h * X * K)[:, None, None] + o_k)[:, None, :, :] + o_x[None, :, None, None] * K
+    p_out = tl.max_contiguous(p_out, [2, 1, 1, 4])
     tl.store(p_out, (b_x * b_decay[:, None, :, :]).to(p_out.dtype.element_ty), mask=m_xk, eviction_policy=KEEP)

@@ -37,7 +37,7 @@ def step_kernel(
         tl.store(p_o, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
         return
     p_S, m_S = ckpt + i_slot * s_cn + i_h * s_ch, m_v[:, None, None] & m_k[None, :, :]
-    p_block = p_S + o_v[:, None, None] * K + o_k[None, :, :]
+    p_block = tl.max_contiguous(p_S + o_v[:, None, None] * K + o_k[None, :, :], [4, 2, 16])
     b_S = tl.load(p_block, mask=m_S, other=0.0)
     n, i_phased = tl.load(count + i_slot), tl.load(head + i_slot)
     i_head = i_phased % R
@@ -52,7 +52,7 @@ def step_kernel(
     b_w = tl.load(w + i_b * s_wb + i_h * s_wh)
     i_row, m_r = (i_head + o_r) % R, o_r < n
     if not FOLDS:
-        p_far = p_rk + i_row[:, None, None] * K + o_k[None, :, :]
+        p_far = tl.max_contiguous(p_rk + i_row[:, None, None] * K + o_k[None, :, :], [4, 2, 16])
         b_rk = tl.load(p_far, mask=m_r[:, None, None] & m_k[None, :, :], other=0.0)
         b_rd = tl.load(p_rd + i_row[:, None] * V + o_v[None, :], mask=m_r[:, None] & m_v[None, :], other=0.0)
         b_next = tl.load(p_rg + (i_head + o_r + 1) % R, mask=o_r + 1 < n, other=0.0)

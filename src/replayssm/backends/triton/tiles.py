@@ -2,18 +2,28 @@
 
 In such a product a thread has numbers from a few columns of a row. Which ones is fixed, but how columns are counted is
 not: a sum has no order. So a block of C columns is loaded as [4, rows, C / 4], each thread C / 4 neighbours (of a state
-16 bytes), and counted in the order in which products would have given it those. No number has to change threads."""
+16 bytes), and counted in the order in which products would have given it those. No number has to change threads.
+
+Which dimension of a block neighbouring threads share follows from how contiguous its addresses are, and where several
+are not at all, from Triton's version. So addresses carry a hint (``tl.max_contiguous``) that ranks the dimensions; it
+is true of the first alone, the only one whose numbers are loaded together."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def load_columns(p, m_row, i: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
-    """Columns ``[i C, (i + 1) C)`` of the rows at ``p``: [4, rows, C / 4]."""
-    o_c = i * C + tl.arange(0, 4)[:, None] * (C // 4) + tl.arange(0, C // 4)[None, :]
+def load_columns(p, m_row, i: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr):
+    """Piece i, C columns of the rows at ``p``: [4, rows, C / 4].
+
+    PAIRS: pieces 2 i and 2 i + 1 have alternate vectors of the same 2 C columns, so that the four threads of a row ask
+    for them, a line of the cache, at once: in halves it comes later (docs/log.md). Stores must not do so, since they
+    would write half sectors."""
+    P: tl.constexpr = 2 if PAIRS and BK // C % 2 == 0 else 1
+    o_c = i // P * P * C + i % P * (C // 4) + tl.arange(0, 4)[:, None] * (P * C // 4) + tl.arange(0, C // 4)[None, :]
     m_c = (o_c < K) | (K == BK)
-    return tl.load(p[None, :, None] + o_c[:, None, :], mask=m_row[None, :, None] & m_c[:, None, :], other=0.0)
+    p_c = tl.max_contiguous(p[None, :, None] + o_c[:, None, :], [4, 2, 16])
+    return tl.load(p_c, mask=m_row[None, :, None] & m_c[:, None, :], other=0.0)
 
 
 @triton.jit
