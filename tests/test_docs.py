@@ -134,6 +134,13 @@ def test_whole_models_of_the_readme_are_those_of_the_file() -> None:
     assert f"{four:.2f} ms against {one:.2f} with one ({four / one:.2f})" in section
 
 
+def test_the_picture_of_gpu_figures_is_made_from_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plot_results
+
+    assert f"made from {plot_results.made_from()}" in plot_results.PICTURE.read_text("utf-8")
+
+
 def test_ci_runs_the_readme_test_command() -> None:
     (command,) = (block for block in blocks(ROOT / "README.md", "bash") if "pytest" in block)
     assert command.count("\n") == 1 and command in (ROOT / ".ci" / "run").read_text("utf-8")
