@@ -374,7 +374,13 @@ def test_a_closed_pipe_is_no_error(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [["prompt-lookup"], ["{other}", "--draft-tokens", "3"], ["prompt-lookup", "--draft-tokens", "1000000"]]
+    "more",
+    [
+        ["prompt-lookup"],
+        ["prompt-tree"],
+        ["{other}", "--draft-tokens", "3"],
+        ["prompt-lookup", "--draft-tokens", "1000000"],
+    ],
 )
 def test_generate_with_drafts_writes_the_same(
     checkpoint: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
@@ -387,9 +393,11 @@ def test_generate_with_drafts_writes_the_same(
     shown = capsys.readouterr()
     assert shown.out == plain
     assert "20 tokens" in shown.err and "drafts accepted" in shown.err
-    assert continue_text(checkpoint, "--prompt", "ababab", "--compile", "on", "--draft", *more) == 0
-    assert capsys.readouterr().out == plain
-    if more[0] != "prompt-lookup":  # the model itself: drafts of three, so five forwards
+    tree = more == ["prompt-tree"]  # static caches verify chains
+    assert continue_text(checkpoint, "--prompt", "ababab", "--compile", "on", "--draft", *more) == 2 * tree
+    compiled = capsys.readouterr()
+    assert "verifies chains" in compiled.err if tree else compiled.out == plain
+    if not more[0].startswith("prompt-"):  # the model itself: drafts of three, so five forwards
         assert "15 of 15 drafts accepted" in shown.err or "14 of 14 drafts accepted" in shown.err
     assert continue_text(checkpoint, "--prompt", "ab", "--temperature", "0.8", "--draft", "prompt-lookup") == 0
 
@@ -397,7 +405,7 @@ def test_generate_with_drafts_writes_the_same(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft", "beam"], "--draft must be prompt-lookup, mtp or a checkpoint directory; got 'beam'"),
+        (["--draft", "beam"], "--draft must be prompt-lookup, prompt-tree, mtp or a checkpoint directory; got 'beam'"),
         (["--draft", "mtp"], "no weights mtp.*"),
         (["--draft-tokens", "3"], "it needs --draft"),
         (["--draft", "prompt-lookup", "--draft-tokens", "0"], "of at least 1; got '0'"),

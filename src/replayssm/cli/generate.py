@@ -34,8 +34,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=number(int, 0), default=0, metavar="N", help="of sampling; default: 0")
     parser.add_argument(
         "--draft", metavar="HOW",
-        help="verify several drafted tokens in a forward: prompt-lookup finds them in the text itself, mtp is the head "
-        "for them that the checkpoint has, a directory is that of a smaller model with the same tokens",
+        help="verify several drafted tokens in a forward: prompt-lookup finds them in the text itself, prompt-tree at "
+        "three places of it, mtp is the head for them that the checkpoint has, a directory is that of a smaller model "
+        "with the same tokens",
     )  # fmt: skip
     parser.add_argument(
         "--draft-tokens", type=_draft_tokens, default="auto", metavar="N", help="drafts a forward; default: auto"
@@ -153,7 +154,7 @@ def _speculate(model: Any, prompt: Any, draft: Any, args: argparse.Namespace, st
 
 def _drafter(name: str, checkpoint: Any, device: Any, args: argparse.Namespace) -> Any:
     """What ``--draft`` names: a way, the model's own head, or the model in a directory."""
-    if name == "prompt-lookup":
+    if name in ("prompt-lookup", "prompt-tree"):
         return name
     if name == "mtp":
         from replayssm.hf.mtp import MTPHead
@@ -163,7 +164,7 @@ def _drafter(name: str, checkpoint: Any, device: Any, args: argparse.Namespace) 
         except ValueError as error:
             raise UsageError(str(error)) from None
     if not name or not Path(name).is_dir():
-        raise UsageError(f"--draft must be prompt-lookup, mtp or a checkpoint directory; got {name!r}")
+        raise UsageError(f"--draft must be prompt-lookup, prompt-tree, mtp or a checkpoint directory; got {name!r}")
     from replayssm.cli.checkpoint import load
 
     draft = load(Path(name), dtype=args.dtype, device=device, replay=False)
