@@ -173,6 +173,17 @@ def test_narrow_states_and_rows_are_rounded_once(recurrence: Recurrence, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_rows_of_whole_vectors(recurrence: Recurrence, dtype: torch.dtype) -> None:
+    """Rows as wide as scratch memory has them, on this machine, of which those of float32 are read where they are."""
+    width = cpu_kernels.rows.padded(1)
+    narrow = build(recurrence, state_dtype=dtype, input_dtype=dtype, K=width, V=width)
+    wide = replace(narrow, **{name: x.float() for name, x in narrow.tensors.items()})
+    given = inputs(narrow, dtype=dtype)
+    a, b = step(narrow, given, dtype), step(wide, given, dtype)
+    assert_same(a, {name: x.to(a[name].dtype) for name, x in b.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_special_numbers_in_narrow_states(dtype: torch.dtype) -> None:
     """Infinity and NaN of a state survive its fold, at every place of a row; numbers too large become infinity."""
     layer = build(MAMBA2, state_dtype=dtype, K=35, V=9)

@@ -135,7 +135,7 @@ def _ring_keys(a, t, s):
             rows.get_row(k_i, from_k, a.ring_k.dtype, a.K)
             from_k = k_i
         if a.channel:
-            if a.K != s.KW:
+            if a.K != s.KW or a.ring_g.dtype != rows.FLOAT32:
                 rows.get_row(s.one, from_g, a.ring_g.dtype, a.K)
                 from_g = s.one
             rows.decay_key(k_i, from_k, s.sums, from_g, s.KW)
@@ -252,7 +252,8 @@ def _prefetch_next(a, t):
         if h % group == 0:
             rows.prefetch(rows.at(a.ring_k, t.slot, h // group, row, 0), K // rows.LINE)
         if a.channel:
-            rows.prefetch(rows.at(a.ring_g, t.slot, h, row, 0), 4 * a.K // rows.LINE)
+            g = a.K * rows.size_of(a.ring_g.dtype)
+            rows.prefetch(rows.at(a.ring_g, t.slot, h, row, 0), g // rows.LINE)
     for i in range(a.T):
         rows.prefetch(rows.at(a.v, t.b, i, h, t.v0), t.V * rows.size_of(a.v.dtype) // rows.LINE)
 

@@ -48,7 +48,7 @@ def check_backend(
     holds it against the oracle. ``dtype``: of inputs, ring and state. A write to another slot counts as infinite error.
     """
     row = VerifyRow(name, recurrence.name, str(dtype).removeprefix("torch."), T, 0.0, 0.0, True)
-    spec = LayerSpec(recurrence, H=2, HV=4, K=32, V=16, state_dtype=dtype, input_dtype=dtype)
+    spec = LayerSpec(recurrence, H=2, HV=4, K=64, V=16, state_dtype=dtype, input_dtype=dtype)
     rng = torch.Generator().manual_seed(T)
     pool = make_pool([spec], N=6, fold_every=6, window=T, device=device, backend=name, generator=rng)
     layer, oracle = pool.layers[0], Oracle(spec, pool.N)
