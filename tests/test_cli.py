@@ -340,12 +340,17 @@ class Slow:
     def __del__(self):
         time.sleep(0.2)  # so that the interrupt, when it comes again, falls into a destructor again
 
+class HalfMade:
+    def __del__(self):
+        raise AttributeError("what __init__ would have set")
+
 def main():
     try:
         Interrupted(), Slow()
         while True:
             time.sleep(0.01)
     except KeyboardInterrupt:
+        HalfMade()
         return 130
 
 program.main = main
