@@ -71,7 +71,7 @@ def _models(axes: Any, rows: list[dict[str, Any]]) -> None:
         for i, model in enumerate(MODELS):
             row, y = at.get((model, variant)), i + (j - 1) * 0.27
             if row is None:
-                axes.annotate("stock: not measured", (7.3, y), va="center", fontsize=7)
+                axes.annotate(f"{name}: not measured", (7.3, y), va="center", fontsize=7)
                 continue
             axes.barh(y, row["ms"], 0.25, color=colour, label=name if first else None)
             axes.annotate(f"{row['ms']:.2f}", (row["ms"] + 0.4, y), va="center", fontsize=7)
