@@ -52,7 +52,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> tuple[Noted, Noted]:
     first, second = Noted(prepare.prepare_kernel), Noted(kernel.read_kernel)
     monkeypatch.setattr(prepare, "prepare_kernel", first)
     monkeypatch.setattr(kernel, "read_kernel", second)
-    monkeypatch.setattr(triton, "_hardware", lambda device: (True, True))
+    monkeypatch.setattr(triton, "_hardware", lambda device: (True, True, True))
     return first, second
 
 
@@ -95,3 +95,14 @@ def test_blocks_stay_with_the_threads_that_load_them(
     )
     assert first <= (64 if T == 1 else 300 if recurrence.channel else 160)
     assert second <= (100 if T == 1 else 150)
+
+
+@RECURRENCES
+def test_second_launch_waits_before_it_loads(recurrence: Recurrence, launches: tuple[Noted, Noted]) -> None:
+    """It starts before the first has ended, whose results and whose appended rows it, and what comes after it, need."""
+    launch(recurrence, 1, states=torch.bfloat16, inputs=torch.bfloat16)
+    first, second = (one.compiled().asm["ptx"] for one in launches)
+    assert "griddepcontrol.launch_dependents" in first
+    before = second[: second.index("griddepcontrol.wait")]
+    assert not re.search(r"ld\.global|\bbra\b|\bret\b", before)
+    assert [one.calls[-1][1].get("launch_pdl") for one in launches] == [None, True]

@@ -123,12 +123,12 @@ def launch_verify(
     meta = meta.view(torch.int32)
     if channel:
         work_x, keys = work_x.view(layer.ckpt.dtype)[: rows * X * K], keys.view(layer.ckpt.dtype)
-    cuda, tensor_cores = _hardware(device)
+    cuda, tensor_cores, early = _hardware(device)
     tf32 = device.type == "cpu" or (tensor_cores and cuda)  # in two parts, three of float32 inputs; else as it is
     shape = dict(
         T=T, H=H, HV=HV, K=K, R=R, CHANNEL=channel, ERASE=erase, BK=BK, BR=BR, WIDTH=width, UPCAST=not tensor_cores,
         PARTS=1 if not tf32 else 3 if 4 in (q.element_size(), v.element_size()) else 2,
-        PRECISION="tf32" if tf32 else "ieee",
+        PRECISION="tf32" if tf32 else "ieee", EARLY=early,
     )  # fmt: skip
     prepare_kernel[(B * HV // group,)](
         q, k, w, g, slots, slots if parents is None else parents, layer.k, layer.w, layer.g, layer.ring.head,
@@ -143,7 +143,9 @@ def launch_verify(
         x = work_x.view(B, HV, X, K).transpose(1, 2)
         q, k = x[:, :T], x[:, X - T :]
     grid = {"v": -(-V // config.BV), "b": B, "h": HV}
-    options = {"maxnreg": config.registers} if cuda and config.registers else {}
+    options: dict[str, Any] = {"maxnreg": config.registers} if cuda and config.registers else {}
+    if early:
+        options["launch_pdl"] = True
     read_kernel[tuple(grid[axis] for axis in config.order)](
         q, k, v, out, *layer.tensors.values(), keys, meta, work, decays,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
@@ -222,10 +224,14 @@ def convolve(
 
 
 @functools.cache
-def _hardware(device: torch.device) -> tuple[bool, bool]:
-    """Whether it is an NVIDIA GPU, and whether it multiplies 16 bits on tensor cores."""
+def _hardware(device: torch.device) -> tuple[bool, bool, bool]:
+    """Whether it is an NVIDIA GPU, whether it multiplies 16 bits on tensor cores, and whether a launch that depends on
+    another can start before that has ended (programmatic dependent launch)."""
+    from triton.language.extra import cuda as extra
+
     cuda = device.type == "cuda" and torch.version.cuda is not None
-    return cuda, device.type != "cpu" and (not cuda or torch.cuda.get_device_capability(device) >= (8, 0))
+    major = torch.cuda.get_device_capability(device)[0] if cuda else 0
+    return cuda, device.type != "cpu" and (not cuda or major >= 8), major >= 9 and hasattr(extra, "gdc_wait")
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ head: far [X, BR], near [T, X], scale [X]; X = T queries, then with ERASE T keys
 
 with CHANNEL of keys that are decayed. Where a row's slot is, where its ring and whether it folds: meta [B, 4].
 
+EARLY (NVIDIA, from Hopper on): programs may start while those of the first launch end, so each waits for what that has
+written before it loads anything, and, since a later launch waits for this one alone, whether it loads or not.
+
 One warp a program, in one of two ways. DOT: products on tensor cores, which take their operands from the registers that
 the loads fill, since columns and rows are counted in the order that suits both (tiles.py); so no thread waits for
 another, and every load stands before the first product. Otherwise, for one token on float32 states: multiply-adds.
@@ -39,6 +42,7 @@ def read_kernel(
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
     BX: tl.constexpr, WIDTH: tl.constexpr, AXIS_V: tl.constexpr, AXIS_B: tl.constexpr, AXIS_H: tl.constexpr,
     DOT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Outputs of the step, new d rows, and folds. Grid: cdiv(V, BV), B and HV, in the order of AXIS_.
 
@@ -46,6 +50,8 @@ def read_kernel(
     a fold with CHANNEL. UPCAST: for the interpreter and old GPUs, which cannot multiply bf16."""
     i_v, i_b, i_h = tl.program_id(AXIS_V), tl.program_id(AXIS_B).to(tl.int64), tl.program_id(AXIS_H)
     i_x, i_bh, p_meta = i_h if CHANNEL else i_h // (HV // H), i_b * HV + i_h, meta + i_b * 4
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # for the first launch's results
     i_slot, i_head, n, due = tl.load(p_meta).to(tl.int64), tl.load(p_meta + 1), tl.load(p_meta + 2), tl.load(p_meta + 3)
     p_v, p_o, p_work = v + i_b * s_vb + i_h * s_vh, out + i_b * s_ob + i_h * s_oh, work + i_bh * WIDTH
     p_q, p_k = q + i_b * s_qb + i_x * s_qh, k + i_b * s_kb + i_x * s_kh
@@ -89,10 +95,11 @@ def _by_products(
     vs, nears, xs, fars, Ss, ds = (), (), (), (), (), ()
     for t in tl.static_range(T):
         vs = vs + (tl.load(p_v + t * s_vt + o_v, mask=m_v, other=0.0),)
-        nears = nears + (tl.load(p_near + t * X + o_x, mask=m_x, other=0.0),)
     p_x = tl.where(o_x < T, p_q + o_x * s_qt, p_k + (o_x - T) * s_kt)
     for i in tl.static_range(BK // BC):
         xs = xs + (load_columns(p_x, m_x, i, K, BK, BC, True),)
+    for t in tl.static_range(T):
+        nears = nears + (tl.load(p_near + t * X + o_x, mask=m_x, other=0.0),)
     for i in tl.static_range(BR // 16):
         fars = fars + (load_columns(p_work + o_x * BR, m_x, i, BR, BR, 16, False),)
     scale = 1.0 if CHANNEL else tl.load(p_scale + o_x, mask=m_x, other=0.0)[None, :]
@@ -148,11 +155,12 @@ def _by_multiply_adds(
     o_v, o_r = i_v * BV + tl.arange(0, BV), tl.arange(0, BR)
     o_k = tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :]
     m_v, m_k = (o_v < V) | (V % BV == 0), (o_k < K) | (K == BK)
-    b_d, near = tl.load(p_v + o_v, mask=m_v, other=0.0).to(tl.float32), tl.load(p_work + X * BR)
-    b_q, b_far, scale = tl.load(p_q + o_k, mask=m_k, other=0.0), tl.load(p_work + o_r), tl.load(p_work + X * (BR + 1))
+    b_d, b_q = tl.load(p_v + o_v, mask=m_v, other=0.0).to(tl.float32), tl.load(p_q + o_k, mask=m_k, other=0.0)
     if ERASE:
-        b_k, b_far_k = tl.load(p_k + o_k, mask=m_k, other=0.0), tl.load(p_work + BR + o_r)
-        scale_k = tl.load(p_work + X * (BR + 1) + 1)
+        b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
+    near, b_far, scale = tl.load(p_work + X * BR), tl.load(p_work + o_r), tl.load(p_work + X * (BR + 1))
+    if ERASE:
+        b_far_k, scale_k = tl.load(p_work + BR + o_r), tl.load(p_work + X * (BR + 1) + 1)
     if i_slot < 0:
         tl.store(p_o + o_v, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
         return

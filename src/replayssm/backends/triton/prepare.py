@@ -28,7 +28,7 @@ def prepare_kernel(
     CHANNEL: tl.constexpr, ERASE: tl.constexpr, TREE: tl.constexpr, GROUP: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BX: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr,
     WIDTH: tl.constexpr, EPS: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    KEEP: tl.constexpr,
+    KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of GROUP value heads, with a decay by head of one key head. Grid: (B * HV / GROUP,).
 
@@ -38,6 +38,8 @@ def prepare_kernel(
     pid = tl.program_id(0)
     i_h, i_b = (pid % (HV // GROUP)) * GROUP, (pid // (HV // GROUP)).to(tl.int64)  # first value head
     i_g = i_h // (HV // H)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # the second launch
     i_slot, p_meta = tl.load(slots + i_b).to(tl.int64), meta + i_b * 4
     if i_slot < 0:
         if i_h == 0:
