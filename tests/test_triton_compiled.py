@@ -106,3 +106,10 @@ def test_second_launch_waits_before_it_loads(recurrence: Recurrence, launches: t
     before = second[: second.index("griddepcontrol.wait")]
     assert not re.search(r"ld\.global|\bbra\b|\bret\b", before)
     assert [one.calls[-1][1].get("launch_pdl") for one in launches] == [None, True]
+
+
+def test_an_older_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.5.1")
+    assert triton.unusable(torch.device("cuda")) == "the kernels need triton 3.6 or newer; 3.5.1 is installed"
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.10.0+git")
+    assert triton.unusable(torch.device("cuda")) is None

@@ -14,6 +14,7 @@ from torch import Tensor
 from replayssm.backends.triton.config import LaunchConfig, launch_config, power_of_2
 from replayssm.layer import LayerState
 
+OLDEST = (3, 6)  # of Triton: earlier compilers refuse the kernels
 FUSED: dict[str, Any] = dict(enable_fp_fusion=True)  # of multiply and add, which Triton 3.10 has to be asked for
 
 
@@ -35,6 +36,8 @@ def unusable(device: torch.device) -> str | None:
         import triton
     except ImportError:
         return "triton is not installed (pip install 'replayssm[gpu]')"
+    if _numbers(triton.__version__) < OLDEST:
+        return f"the kernels need triton {OLDEST[0]}.{OLDEST[1]} or newer; {triton.__version__} is installed"
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         return "the pool is on the CPU, and Triton's interpreter (TRITON_INTERPRET=1) is off"
     if device.type not in ("cpu", "cuda", "xpu"):
@@ -224,14 +227,18 @@ def convolve(
 
 
 @functools.cache
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two of a version."""
+    return tuple(int(x) for x in version.split(".")[:2])
+
+
+@functools.cache
 def _hardware(device: torch.device) -> tuple[bool, bool, bool]:
     """Whether it is an NVIDIA GPU, whether it multiplies 16 bits on tensor cores, and whether a launch that depends on
     another can start before that has ended (programmatic dependent launch)."""
-    from triton.language.extra import cuda as extra
-
     cuda = device.type == "cuda" and torch.version.cuda is not None
     major = torch.cuda.get_device_capability(device)[0] if cuda else 0
-    return cuda, device.type != "cpu" and (not cuda or major >= 8), major >= 9 and hasattr(extra, "gdc_wait")
+    return cuda, device.type != "cpu" and (not cuda or major >= 8), major >= 9
 
 
 def _dense(x: Tensor) -> Tensor:

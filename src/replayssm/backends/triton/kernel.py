@@ -155,12 +155,11 @@ def _by_multiply_adds(
     o_v, o_r = i_v * BV + tl.arange(0, BV), tl.arange(0, BR)
     o_k = tl.arange(0, BK // BC)[:, None] * BC + tl.arange(0, BC)[None, :]
     m_v, m_k = (o_v < V) | (V % BV == 0), (o_k < K) | (K == BK)
-    b_d, b_q = tl.load(p_v + o_v, mask=m_v, other=0.0).to(tl.float32), tl.load(p_q + o_k, mask=m_k, other=0.0)
+    b_d, near = tl.load(p_v + o_v, mask=m_v, other=0.0).to(tl.float32), tl.load(p_work + X * BR)
+    b_q, b_far, scale = tl.load(p_q + o_k, mask=m_k, other=0.0), tl.load(p_work + o_r), tl.load(p_work + X * (BR + 1))
     if ERASE:
-        b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
-    near, b_far, scale = tl.load(p_work + X * BR), tl.load(p_work + o_r), tl.load(p_work + X * (BR + 1))
-    if ERASE:
-        b_far_k, scale_k = tl.load(p_work + BR + o_r), tl.load(p_work + X * (BR + 1) + 1)
+        b_k, b_far_k = tl.load(p_k + o_k, mask=m_k, other=0.0), tl.load(p_work + BR + o_r)
+        scale_k = tl.load(p_work + X * (BR + 1) + 1)
     if i_slot < 0:
         tl.store(p_o + o_v, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
         return
